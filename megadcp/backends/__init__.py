@@ -1,0 +1,1 @@
+"""Kernels behind one small factory."""

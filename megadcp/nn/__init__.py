@@ -1,0 +1,1 @@
+"""The GPT in plain PyTorch; knows nothing of ranks."""

@@ -1,0 +1,75 @@
+"""The factory that a model is built from, and the two values handed down with each microbatch.
+
+Legend: t tokens of the microbatch on this rank, n documents in it, h hidden, H query heads, G kv heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+IGNORE = -100  # label of a token without target
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """The tokens of one microbatch, documents back to back. Borders come from `cu_seqlens` only, never from token values.
+
+    tokens, labels, positions: int64 [t]; labels are IGNORE where a token has no target (padding, last token of a document).
+    cu_seqlens: int32 [n + 1], document borders including each document's own padding; max_length: its longest stretch.
+    document_ids: int64 [n], stable over runs and layouts (keys dropout); real_lengths: int64 [n], tokens without padding.
+    cu_seqlens_list: the same borders as Python ints, so that no kernel call waits for the device.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    max_length: int
+    document_ids: Tensor
+    real_lengths: Tensor
+    cu_seqlens_list: tuple[int, ...]
+
+
+class Placement(Protocol):
+    """What the model may know of where and how a microbatch runs. `engine.placement` has the real one."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer step (keys dropout)."""
+
+    @property
+    def recompute_level(self) -> str:
+        """none, selective, mlp or full."""
+
+    @property
+    def recompute_layers(self) -> int:
+        """The first so many layers of this stage are recomputed."""
+
+
+class Backend(Protocol):
+    """Makes the parts of a model. One object per run, passed to the model; no process-wide state."""
+
+    name: str
+
+    def linear(self, in_features: int, out_features: int, bias: bool, kind: str) -> nn.Module:
+        """x [t, in] -> [t, out]. kind: column (output sharded over tp) or row (input sharded)."""
+
+    def norm(self, kind: str, features: int, eps: float) -> nn.Module:
+        """x [.., features] -> same shape; kind rmsnorm or layernorm."""
+
+    def core_attention(self, heads: int, kv_heads: int, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, PackedTokens, Placement], Tensor]:
+        """q [t, H, d], k and v [t, G, d] -> [t, H, d]: causal inside each document, nothing across, padding rows zero."""
+
+    def loss(self, chunk: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """hidden [t, h], weight [V, h], labels [t] -> fp32 scalar: SUM of token losses, never more than `chunk` rows of logits at a time."""
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run function now and again in the backward instead of keeping what it would save."""
+
+    def optimizer(self, groups: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+        """AdamW with decoupled weight decay given per group."""

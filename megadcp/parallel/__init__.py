@@ -1,0 +1,1 @@
+"""Parallel layers: one idea per file."""

@@ -1,0 +1,57 @@
+"""Every speed claim of the project, measured: `python tools/benchmark.py NAME [options]`. Each prints ratios measured in one run."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+NAMES = {
+    "preprocess": "raw text to .bin/.idx against the tokenizer alone and against megatron-core's builder",
+    "loader": "tokens per second of plan and batch building, without a model",
+    "step": "a training step against transformers' model of the same shape in a plain PyTorch loop",
+}
+
+
+def interleaved(contestants: dict[str, Callable[[], float | None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each contestant, run in turn (A B C, A B C, ...) so that drift of the machine hits all alike.
+
+    A contestant may return its own seconds (when set-up must not count); None takes the wall clock of the whole call.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            begin = time.perf_counter()
+            own = run()
+            seconds[name].append(own if own is not None else time.perf_counter() - begin)
+    return seconds
+
+
+def ratio_line(label: str, ours: list[float], theirs: list[float]) -> str:
+    """`ours / theirs` pair by pair: median and range. Below 1 is faster."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return f"{label}: median {statistics.median(ratios):.3f} (min {ratios[0]:.3f}, max {ratios[-1]:.3f}, {len(ratios)} pairs)"
+
+
+def machine() -> str:
+    """One line on where the figures were taken."""
+    import os
+
+    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def main() -> int:
+    """Dispatch to tools/bench_NAME.py."""
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        print("usage: python tools/benchmark.py NAME [options]\n" + "\n".join(f"  {name:<12} {text}" for name, text in NAMES.items()))
+        return 0 if len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help") else 2
+    sys.path.insert(0, str(Path(__file__).parent))
+    return int(importlib.import_module(f"bench_{sys.argv[1]}").main(sys.argv[2:]) or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
