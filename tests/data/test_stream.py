@@ -75,14 +75,15 @@ def test_the_last_epoch_is_apart_below_80_percent() -> None:
 def test_samples_of_a_pass_hold_each_token_once_as_input(tmp_path: Path) -> None:
     lengths = [5, 0, 13, 7, 16, 1]
     ends = np.cumsum([0, *lengths]).tolist()
-    source = open_training(stream_config(write_pair(tmp_path / "c", [[list(range(a, b))] for a, b in itertools.pairwise(ends)])), 2)
-    rows = np.unique(ids_of(source, 2))
-    assert len(rows) == 4
+    prefix = write_pair(tmp_path / "c", [[list(range(a, b))] for a, b in itertools.pairwise(ends)])
+    source = open_training(stream_config(prefix, tokens_per_step=8), 5)
+    rows = np.unique(ids_of(source, 5))
+    assert len(rows) == 5
     read = [source.read(int(document)) for document in rows]
     inputs = np.concatenate([tokens for tokens, _ in read])
     targets = np.concatenate([labels for _, labels in read])
     assert inputs.dtype == targets.dtype == np.int64
-    assert len(np.unique(inputs)) == 32
+    assert len(np.unique(inputs)) == 40
     assert np.array_equal(inputs[1:], targets[:-1])  # in row order, the next token is the target, also across samples
     assert "1 empty sequences skipped" in source.describe()[0]
 
