@@ -7,7 +7,12 @@ the version of anything. Epochs follow each other without a gap: piece offsets c
 What is stored of a block of epochs is the piece numbers in order (4 bytes each) and the token offset of every 256th (0.03 bytes
 each); finding the pieces of a stretch of tokens is one binary search and a read of a few hundred entries.
 
-MEASUREMENTS
+Measured once each on one core of a 2-core x86-64 machine, numpy 2.4, one-piece documents of lognormal length:
+
+| documents | scanning the index at start | making one epoch | extra memory while making it | kept (on disk, mapped) | finding a step of 2^20 tokens |
+|---|---|---|---|---|---|
+| 10^7 | 0.13 s | 1.6 s | 0.12 GiB | 38 MiB an epoch | 0.07 ms (at most 0.2 ms in 200) |
+| 10^8 | 1.1 s | 20 s | 1.2 GiB | 384 MiB an epoch | 0.12 ms (at most 1.3 ms in 200) |
 """
 
 from __future__ import annotations

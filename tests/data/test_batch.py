@@ -206,10 +206,9 @@ def _plan_fails_at_three(documents: StepDocuments) -> StepPlan:
 @pytest.mark.parametrize("ahead", [0, 1, 8])
 def test_an_exception_comes_after_the_steps_before_it_with_its_traceback(source: DocumentSource, ahead: int) -> None:
     with StepLoader(source, _plan_fails_at_three, 0, 10, ahead) as loader:
-        steps: list[LoadedStep] = []
+        steps = [next(loader) for _ in range(3)]
         with pytest.raises(KeyError, match="no plan for step 3") as caught:
-            while True:
-                steps.append(next(loader))
+            next(loader)
         assert [step.documents.step for step in steps] == [0, 1, 2]
         assert "_plan_fails_at_three" in "".join(traceback.format_exception(caught.value))
         with pytest.raises(KeyError):
