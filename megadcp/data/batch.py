@@ -65,10 +65,20 @@ def build_pack(source: Documents, documents: StepDocuments, microbatch: Microbat
     starts = borders[:-1]
     tokens, labels = np.zeros(total, np.int64), np.full(total, IGNORE, np.int64)
     ids = documents.ids[chosen]
-    source.fill(ids, starts, tokens, labels)
+    _fill(source, ids, starts, tokens, labels)
     positions = np.arange(total)
     positions -= np.repeat(starts, padded)
     return Pack(tokens, labels, positions, borders.astype(np.int32), int(padded.max()), ids, lengths, tuple(borders.tolist()))
+
+
+def _fill(source: Documents, ids: np.ndarray, starts: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
+    if hasattr(source, "fill"):
+        source.fill(ids, starts, tokens, labels)
+        return
+    for document, start in zip(ids.tolist(), starts.tolist(), strict=True):  # a source of somebody else that can only read
+        text, targets = source.read(document)
+        tokens[start : start + len(text)] = text
+        labels[start : start + len(text)] = targets
 
 
 def split_for_lanes(pack: Pack, cp: int) -> list[Pack]:
