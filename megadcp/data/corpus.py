@@ -77,7 +77,7 @@ class DocumentFile:
     def read(self, document: int, offset: int, length: int) -> np.ndarray:
         """Tokens [offset, offset + length) of one document, in the file's dtype; a view of the map where it is one sequence."""
         if self.identity:
-            return self.reader.read(document, offset, length)
+            return np.asarray(self.reader.read(document, offset, length))
         parts = []
         for sequence in range(int(self.document_index[document]), int(self.document_index[document + 1])):
             size = int(self.sequence_lengths[sequence])

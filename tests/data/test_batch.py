@@ -106,6 +106,18 @@ def test_stream_samples_fill_packs_too(tmp_path: Path) -> None:
     assert pack.labels[16:].tolist() == [IGNORE, IGNORE]
 
 
+def test_a_source_that_can_only_read_fills_packs_too(tmp_path: Path) -> None:
+    source = open_training(data_config(write_lengths(tmp_path / "c", [4, 5], first_token=1)), 1)
+
+    class Reader:
+        read = staticmethod(source.read)
+
+    documents, wanted = step_of([0, 1], [4, 5]), microbatch((1, 0), (6, 4))
+    ours, expected = build_pack(Reader(), documents, wanted), build_pack(source, documents, wanted)  # type: ignore[arg-type]
+    assert ours.tokens.tolist() == expected.tokens.tolist()
+    assert ours.labels.tolist() == expected.labels.tolist()
+
+
 def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     source = open_training(data_config(write_lengths(tmp_path / "c", [4, 5])), 1)
     documents = step_of([0, 1], [4, 5])
