@@ -57,16 +57,19 @@ class Backend(Protocol):
     name: str
 
     def linear(self, in_features: int, out_features: int, bias: bool, kind: str) -> nn.Module:
-        """x [t, in] -> [t, out]. kind: column (output sharded over tp) or row (input sharded)."""
+        """Make x [t, in] -> [t, out]. kind: column (output sharded over tp) or row (input sharded)."""
+
+    def embedding(self, rows: int, features: int) -> nn.Module:
+        """Make ids [t] -> [t, features], with a `weight` [rows, features] that may serve as the LM head too."""
 
     def norm(self, kind: str, features: int, eps: float) -> nn.Module:
-        """x [.., features] -> same shape; kind rmsnorm or layernorm."""
+        """Make x [.., features] -> same shape; kind rmsnorm or layernorm."""
 
     def core_attention(self, heads: int, kv_heads: int, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, PackedTokens, Placement], Tensor]:
-        """q [t, H, d], k and v [t, G, d] -> [t, H, d]: causal inside each document, nothing across, padding rows zero."""
+        """Make q [t, H, d], k and v [t, G, d] -> [t, H, d]: causal inside each document, nothing across, padding rows zero."""
 
     def loss(self, chunk: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """hidden [t, h], weight [V, h], labels [t] -> fp32 scalar: SUM of token losses, never more than `chunk` rows of logits at a time."""
+        """Make hidden [t, h], weight [V, h], labels [t] -> fp32 scalar: SUM of token losses, never more than `chunk` rows of logits at a time."""
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run function now and again in the backward instead of keeping what it would save."""

@@ -1,0 +1,88 @@
+"""The reference backend: plain PyTorch kernels on CPU and GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from megadcp.backends.torch_attention import cpu_attention, cuda_attention
+from megadcp.nn.backend import PackedTokens, Placement
+from megadcp.nn.loss import chunked_cross_entropy
+from megadcp.nn.norm import LayerNorm, RmsNorm
+
+
+class Linear(nn.Module):
+    """x [t, in] -> [t, out]. Its values are set by nn/init.py, so none are drawn here."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [t, in] to [t, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Look up ids [t]: [t, features]."""
+
+    def __init__(self, rows: int, features: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, features, dtype=dtype, device=device))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids [t]: [t, features]."""
+        return F.embedding(ids, self.weight)
+
+
+class TorchBackend:
+    """Makes model parts with parameters of `dtype` on `device`. fp32, fp64 and bf16."""
+
+    name = "torch"
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        self.dtype, self.device = dtype, torch.device(device)
+
+    def linear(self, in_features: int, out_features: int, bias: bool, kind: str) -> nn.Module:
+        """Make x [t, in] -> [t, out]; kind (column, row) matters to sharded backends only."""
+        return Linear(in_features, out_features, bias, self.dtype, self.device)
+
+    def embedding(self, rows: int, features: int) -> nn.Module:
+        """Make ids [t] -> [t, features]."""
+        return Embedding(rows, features, self.dtype, self.device)
+
+    def norm(self, kind: str, features: int, eps: float) -> nn.Module:
+        """Make x [.., features] -> same shape."""
+        if kind not in ("rmsnorm", "layernorm"):
+            raise ValueError(f"model.norm={kind} is unknown; legal: rmsnorm, layernorm")
+        return (RmsNorm if kind == "rmsnorm" else LayerNorm)(features, eps, self.dtype, self.device)
+
+    def core_attention(self, heads: int, kv_heads: int, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, PackedTokens, Placement], Tensor]:
+        """Make q [t, H, d], k and v [t, G, d] -> [t, H, d]; the sizes are those of the tensors."""
+
+        def core(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: Placement) -> Tensor:
+            return cuda_attention(q, k, v, batch) if q.is_cuda else cpu_attention(q, k, v, batch)
+
+        return core
+
+    def loss(self, chunk: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Make hidden [t, h], weight [V, h], labels [t] -> scalar sum of token losses."""
+        return lambda hidden, weight, labels: chunked_cross_entropy(hidden, weight, labels, chunk)
+
+    def recompute(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run function now and again in the backward. Stops there at the last tensor needed; works without inputs that need gradients."""
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        return torch.utils.checkpoint.checkpoint(
+            function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none", early_stop=True
+        )
+
+    def optimizer(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+        """Make torch's fused AdamW; each group carries its weight_decay."""
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

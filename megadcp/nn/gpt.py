@@ -1,0 +1,103 @@
+"""The GPT: embedding, layers, final norm, LM head with its loss.
+
+Legend: t tokens of the microbatch, h hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megadcp.config.check import UserError
+from megadcp.config.schema import ModelConfig
+from megadcp.nn.backend import Backend, PackedTokens, Placement
+from megadcp.nn.block import Block, Run
+from megadcp.nn.dropout import dropout, row_keys
+from megadcp.nn.init import initialise
+from megadcp.nn.rope import tables
+
+LEVELS = ("none", "selective", "mlp", "full")
+
+
+class GPT(nn.Module):
+    """A decoder over packed documents.
+
+    Parameter names: embedding.weight, positions.weight (learned positions), layers.I.attention_norm, layers.I.attention.{qkv,out,q_norm,k_norm},
+    layers.I.mlp_norm, layers.I.mlp.{up,down}, norm, head.weight (untied), each with weight and, where asked for, bias.
+    """
+
+    def __init__(self, config: ModelConfig, backend: Backend, seed: int, loss_chunk: int):
+        super().__init__()
+        refuse(config)
+        self.config, self.seed = config, seed
+        self.embedding = backend.embedding(config.vocab, config.hidden)
+        self.positions = backend.embedding(config.max_position, config.hidden) if config.position == "learned" else None
+        self.layers = nn.ModuleDict({str(index): Block(config, backend, index) for index in range(config.layers)})
+        self.norm = backend.norm(config.norm, config.hidden, config.norm_eps)
+        self.head = None if config.tied else backend.embedding(config.vocab, config.hidden)
+        self.loss = backend.loss(loss_chunk)
+        initialise(self, config, seed)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, h]: the LM head's matrix, which is the embedding's when tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(self, batch: PackedTokens, placement: Placement) -> Tensor:
+        """Scalar: the SUM of the microbatch's token losses, fp32 (fp64 for fp64 models)."""
+        return self.loss(self.hidden(batch, placement), self.head_weight, batch.labels)
+
+    def logits(self, batch: PackedTokens, placement: Placement) -> Tensor:
+        """[t, V] in the model's format: for generation and comparisons, not for training."""
+        return nn.functional.linear(self.hidden(batch, placement), self.head_weight)
+
+    def hidden(self, batch: PackedTokens, placement: Placement) -> Tensor:
+        """[t, h]: the final norm's output, which the LM head reads."""
+        if placement.recompute_level not in LEVELS:
+            raise ValueError(f"recompute level {placement.recompute_level!r} is unknown; legal: {', '.join(LEVELS)}")
+        x = self._embed(batch)
+        run = self._run(batch, placement, x.dtype)
+        x = dropout(x, run.rows, 0, self.config.embedding_dropout)
+        for index, block in enumerate(self.layers.values()):
+            x = block(x, run, placement.recompute_level if index < placement.recompute_layers else "none")
+        return self.norm(x)
+
+    def _run(self, batch: PackedTokens, placement: Placement, dtype: torch.dtype) -> Run:
+        config = self.config
+        rope = tables(config.rope, config.head_dim, batch.positions, dtype) if config.position == "rope" else None
+        drops = self.training and (config.embedding_dropout > 0 or config.residual_dropout > 0)
+        return Run(batch, placement, rope, row_keys(batch, self.seed, placement.step) if drops else None)
+
+    def _embed(self, batch: PackedTokens) -> Tensor:
+        x = self.embedding(batch.tokens)
+        if self.positions is None:
+            return x
+        stretches = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
+        real = torch.repeat_interleave(batch.real_lengths, stretches, output_size=batch.tokens.shape[0])
+        # Padding may count past the table's end: it takes row 0 (nothing reads it); a real token there is an index error.
+        return x + self.positions(batch.positions * (batch.positions < real))
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Optimizer groups: weight decay on matrices (embeddings among them), none on norms and biases. Frozen parameters are left out."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def refuse(config: ModelConfig) -> None:
+    """Raise UserError for what no model can be built from; one clear line."""
+    if config.attention_dropout > 0:
+        raise UserError(
+            f"model.attention_dropout={config.attention_dropout} is not supported: fused kernels on packed documents can't key the mask by"
+            " (document, position), so results would depend on the packing; use model.residual_dropout and keep attention_dropout=0"
+        )
+    if config.heads % config.kv_heads:
+        legal = ", ".join(str(n) for n in range(1, config.heads + 1) if config.heads % n == 0)
+        raise UserError(f"model.kv_heads={config.kv_heads} does not divide model.heads={config.heads}; legal here: {legal}")
+    if config.position == "rope" and config.head_dim % 2:
+        raise UserError(f"model.head_dim={config.head_dim} is odd, but rope turns features in pairs; take an even number")
+    if config.position == "learned" and config.max_position < 1:
+        raise UserError(f"model.position=learned needs model.max_position >= 1, got {config.max_position}")
