@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import difflib
 import os
-import re
 import types
 import typing
 from pathlib import Path
@@ -125,9 +124,9 @@ def check_setting(key: str, value: Any) -> None:
 def _likely(parts: list[str], depth: int, here: list[str]) -> str:
     """What was probably meant where `parts[depth]` is wrong: a neighbour, the same name elsewhere, or the list of what is legal."""
     for close in difflib.get_close_matches(parts[depth], here, 3, 0.7):
-        guess = ".".join([*parts[:depth], close, *parts[depth + 1 :]])
+        guess = _spelt([*parts[:depth], close, *parts[depth + 1 :]])
         if unknown_setting(guess) is None:
-            return f"nearest: {re.sub(r'[.]([0-9]+)', r'[\1]', guess)}"
+            return f"nearest: {guess}"
     everywhere = [name for name, _ in settings()]
     same = [name for name in everywhere if name.rsplit(".", 1)[-1] == parts[-1]]
     same = same or difflib.get_close_matches(".".join(parts), everywhere, 1, 0.75)
@@ -135,6 +134,11 @@ def _likely(parts: list[str], depth: int, here: list[str]) -> str:
         return f"nearest: {same[0]}"
     above = ".".join(parts[:depth])
     return f"legal in {above}: {', '.join(here)}" if here and above else f"legal here: {', '.join(here) or above}"
+
+
+def _spelt(parts: list[str]) -> str:
+    """The parts of a name put together: data.train[0].prefix."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts).lstrip(".")
 
 
 def one_line(error: object) -> str:
