@@ -200,15 +200,16 @@ def _stages(config: Config) -> None:
     chunks = parallel.pp * parallel.virtual_stages
     if parallel.virtual_stages > 1 and parallel.pp == 1:
         raise UserError(f"parallel.virtual_stages={parallel.virtual_stages} needs a pipeline, but parallel.pp=1; set 1, or parallel.pp above 1")
-    if parallel.stage_layers:
-        if len(parallel.stage_layers) != parallel.pp or sum(parallel.stage_layers) != layers:
+    given = parallel.stage_layers
+    if given:
+        if len(given) != parallel.pp or sum(given) != layers:
             raise UserError(
-                f"parallel.stage_layers={list(parallel.stage_layers)} has {len(parallel.stage_layers)} stages and {sum(parallel.stage_layers)} layers; "
+                f"parallel.stage_layers={list(given)} has {len(given)} stages and {sum(given)} layers; "
                 f"it must have parallel.pp={parallel.pp} stages and model.layers={layers} layers, or be [] for an even division"
             )
-        if min(parallel.stage_layers) < parallel.virtual_stages:
+        if min(given) < parallel.virtual_stages:
             raise UserError(
-                f"parallel.stage_layers={list(parallel.stage_layers)} has a stage with fewer layers than "
+                f"parallel.stage_layers={list(given)} has a stage with fewer layers than "
                 f"parallel.virtual_stages={parallel.virtual_stages}; every stage needs at least one layer per chunk"
             )
     elif layers % chunks:
@@ -276,25 +277,24 @@ def _plan(config: Config) -> None:
     plan, longest = config.plan, config.data.max_length
     if plan.pack_tokens and plan.pack_tokens < longest:
         raise UserError(
-            f"plan.pack_tokens={plan.pack_tokens} can't hold a document of data.max_length={longest}; set at least {longest}, or 0 to let memory decide"
+            f"plan.pack_tokens={plan.pack_tokens} can't hold a document of data.max_length={longest}; "
+            f"set at least {longest}, or 0 to let memory decide"
         )
     if plan.recompute in ("auto", "none") and plan.recompute_layers:
         raise UserError(
             f"plan.recompute_layers={plan.recompute_layers} has no effect with plan.recompute={plan.recompute}; "
             "set 0, or plan.recompute to selective, mlp or full"
         )
-    stages = config.parallel.stage_layers or (config.model.layers // config.parallel.pp,)
-    if plan.recompute_layers > min(stages):
-        raise UserError(f"plan.recompute_layers={plan.recompute_layers} is more than the {min(stages)} layers of a stage; legal here: 0 to {min(stages)}")
+    least = min(config.parallel.stage_layers or (config.model.layers // config.parallel.pp,))
+    if plan.recompute_layers > least:
+        raise UserError(f"plan.recompute_layers={plan.recompute_layers} is more than the {least} layers of a stage; legal here: 0 to {least}")
 
 
 def _optim(config: Config) -> None:
     optim, steps = config.optim, config.run.steps
     tokens = steps * config.data.tokens_per_step
     if optim.warmup_steps and optim.warmup_tokens:
-        raise UserError(
-            f"optim.warmup_steps={optim.warmup_steps} and optim.warmup_tokens={optim.warmup_tokens} are both set; set one of them to 0"
-        )
+        raise UserError(f"optim.warmup_steps={optim.warmup_steps} and optim.warmup_tokens={optim.warmup_tokens} are both set; set one of them to 0")
     if optim.warmup_steps > steps:
         raise UserError(f"optim.warmup_steps={optim.warmup_steps} is longer than run.steps={steps}; legal here: 0 to {steps}")
     if optim.warmup_tokens > tokens:

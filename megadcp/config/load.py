@@ -50,7 +50,7 @@ def find_configs() -> Path:
 
 
 def compose(overrides: Sequence[str] = (), configs: Path | None = None, config_name: str = "config") -> Config:
-    """The checked config of `overrides`, written as on the command line: compose(["experiment=gpt_8b_h200", "optim.lr=1e-4"]).
+    """The checked config of `overrides`, written as on the command line: ["experiment=gpt_8b_h200", "optim.lr=1e-4"].
 
     Raises:
         UserError: whatever is wrong with them, in one line.
@@ -130,9 +130,9 @@ def _composed(overrides: list[str], source: Source) -> DictConfig:
 
 def _to_config(node: DictConfig, allow_missing: bool = False) -> Config:
     """Resolve `node` and merge it into the schema once more: what `+key=value` added without asking the schema is refused here."""
-    with_hydra = OmegaConf.masked_copy(node, [key for key in node if key != "hydra"])
+    ours = OmegaConf.masked_copy(node, [str(key) for key in node if key != "hydra"])
     try:
-        data = OmegaConf.to_container(with_hydra, resolve=True)
+        data = OmegaConf.to_container(ours, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_explain(error)) from error
     return from_dict(typing.cast(dict[str, Any], data), allow_missing)
@@ -198,7 +198,7 @@ def _refuse_unknown_hydra(key: str, node: DictConfig) -> None:
     here: Any = node
     for part in key.split("."):
         kind = OmegaConf.get_type(here) if OmegaConf.is_config(here) else None
-        if dataclasses.is_dataclass(kind) and "hydra" != part:
+        if dataclasses.is_dataclass(kind) and part != "hydra":
             legal = [item.name for item in dataclasses.fields(typing.cast(Any, kind))]
             if part not in legal:
                 above = key[: key.rindex(part)]
@@ -208,8 +208,8 @@ def _refuse_unknown_hydra(key: str, node: DictConfig) -> None:
 
 def _refuse_keywords(source: Source) -> None:
     """Hydra drops a word it does not know in a defaults list (`overide /model: gpt_8b`) and composes something else: refuse it."""
-    for folder in filter(None, (source.folder, source.extra)):
-        for file in sorted(Path(folder).rglob("*.yaml")):
+    for folder in [source.folder] + ([Path(source.extra)] if source.extra else []):
+        for file in sorted(folder.rglob("*.yaml")):
             for words in map(str.split, _defaults_of(file)):
                 wrong = [word for word in words[:-1] if word not in KEYWORDS]
                 if wrong:

@@ -127,11 +127,9 @@ def _likely(parts: list[str], depth: int, here: list[str]) -> str:
         guess = _spelt([*parts[:depth], close, *parts[depth + 1 :]])
         if unknown_setting(guess) is None:
             return f"nearest: {guess}"
-    everywhere = [name for name, _ in settings()]
-    same = [name for name in everywhere if name.rsplit(".", 1)[-1] == parts[-1]]
-    same = same or difflib.get_close_matches(".".join(parts), everywhere, 1, 0.75)
-    if same:
-        return f"nearest: {same[0]}"
+    elsewhere = {name.rsplit(".", 1)[-1]: name for name, _ in reversed(settings())}
+    for close in difflib.get_close_matches(parts[-1], elsewhere, 1, 0.8):
+        return f"nearest: {elsewhere[close]}"
     above = ".".join(parts[:depth])
     return f"legal in {above}: {', '.join(here)}" if here and above else f"legal here: {', '.join(here) or above}"
 

@@ -95,7 +95,9 @@ class TokenizerConfig:
 class PrepareConfig:
     """How a run without data makes its own (quickstart)."""
 
-    kind: str = setting("none", "name", "none: the data must exist; python_library: build it from the running Python's own files", ("none", "python_library"))
+    kind: str = setting(
+        "none", "name", "none: the data must exist; python_library: made from this Python's own files", ("none", "python_library")
+    )
     folder: str = setting("datasets/python_library", "path", "where corpus, tokenizer and dataset are kept; shared by runs")
     corpus_bytes: int = setting(12_000_000, "bytes", "size at which collecting files stops")
     tokenizer_model: str = setting("bpe", "name", "sentencepiece model type", ("bpe", "unigram"))
@@ -109,10 +111,10 @@ class DataConfig:
 
     train: tuple[SourceConfig, ...] = setting((), "sources", "training sources and their blend")
     validation: tuple[SourceConfig, ...] = setting((), "sources", "separate validation sets; each is reported by name")
-    split: tuple[float, ...] = setting((0.98, 0.02, 0.0), "shares", "train, validation, test share of each training source, by documents in file order")
-    mode: str = setting("documents", "name", "documents: whole documents; stream: Megatron's concatenated fixed-length samples", ("documents", "stream"))
+    split: tuple[float, ...] = setting((0.98, 0.02, 0.0), "shares", "train, validation, test share of each source, by documents in file order")
+    mode: str = setting("documents", "name", "documents: whole documents; stream: Megatron's fixed-length samples", ("documents", "stream"))
     max_length: int = setting(131072, "tokens", "longest document handed to the model (stream: sample length)")
-    long_documents: str = setting("split", "name", "documents above max_length: cut into consecutive pieces, or dropped and counted", ("split", "drop"))
+    long_documents: str = setting("split", "name", "documents above max_length: cut into pieces, or dropped and counted", ("split", "drop"))
     tokens_per_step: int = setting(1024, "tokens", "token budget of one optimizer step over all ranks")
     seed: int = setting(1234, "1", "seed of the global order; another seed is another order")
     cache: str = setting("", "path", "folder of the order cache; empty puts it beside each dataset")
