@@ -74,7 +74,8 @@ def command_line(run: Callable[[Config], int], configs: Path) -> int:
     codes: list[int] = []
 
     def job(node: DictConfig) -> int:
-        codes.append(reported(lambda: run(_job_config(node))))
+        if os.EX_TEMPFAIL not in codes:  # stopped by a signal: that ends the sweep, too
+            codes.append(reported(lambda: run(_job_config(node))))
         return codes[-1]
 
     def start() -> int:
@@ -97,6 +98,9 @@ def reported(action: Callable[[], int]) -> int:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one stopped", file=sys.stderr, flush=True)
+        return 130
 
 
 @dataclasses.dataclass(frozen=True)

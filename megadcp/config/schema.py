@@ -95,9 +95,7 @@ class TokenizerConfig:
 class PrepareConfig:
     """How a run without data makes its own (quickstart)."""
 
-    kind: str = setting(
-        "none", "name", "none: the data must exist; python_library: made from this Python's own files", ("none", "python_library")
-    )
+    kind: str = setting("none", "name", "none: the data must exist; python_library: made from this Python's own files", ("none", "python_library"))
     folder: str = setting("datasets/python_library", "path", "where corpus, tokenizer and dataset are kept; shared by runs")
     corpus_bytes: int = setting(12_000_000, "bytes", "size at which collecting files stops")
     tokenizer_model: str = setting("bpe", "name", "sentencepiece model type", ("bpe", "unigram"))
