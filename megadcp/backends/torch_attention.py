@@ -7,9 +7,13 @@ flash kernel, which knows grouped-query attention and fp64. Only real tokens tak
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megadcp.nn.backend import PackedTokens
@@ -35,7 +39,7 @@ def spans(borders: tuple[int, ...], real_lengths: list[int]) -> list[Span]:
 def _documents(x: Tensor, span: Span) -> Tensor:
     """View [documents, heads, l, d] of x [t, heads, d]."""
     first, count, stretch, length = span
-    return x[first : first + count * stretch].unflatten(0, (count, stretch))[:, :length].transpose(1, 2)
+    return torch.unflatten(x[first : first + count * stretch], 0, (count, stretch))[:, :length].transpose(1, 2)
 
 
 class CpuAttention(torch.autograd.Function):
@@ -72,34 +76,52 @@ class CpuAttention(torch.autograd.Function):
         return results[0], results[1], results[2], None
 
 
+_cpu_attention: Callable[[Tensor, Tensor, Tensor, list[Span]], Tensor] = CpuAttention.apply
+
+
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens) -> Tensor:
     """Fused CPU kernel, document by document."""
-    return CpuAttention.apply(q, k, v, spans(batch.cu_seqlens_list, batch.real_lengths.tolist()))
+    return _cpu_attention(q, k, v, spans(batch.cu_seqlens_list, batch.real_lengths.tolist()))
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens) -> Tensor:
-    """Variable-length flash attention where torch has it (half formats), else one fused call per document.
+    """Variable-length flash attention for half formats, else one fused call per document.
 
     Documents run over their padding too: it lies behind their real tokens, so causality hides it; its rows are zeroed after, which
     also makes its gradients zero.
     """
-    if q.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn  # CUDA only
+    out = _varlen(q, k, v, batch) if q.dtype in (torch.bfloat16, torch.float16) else per_document(q, k, v, batch)
+    return out.masked_fill(~real_rows(batch)[:, None, None], 0.0)
 
-        longest = batch.max_length
-        out = varlen_attn(q, k, v, batch.cu_seqlens, batch.cu_seqlens, longest, longest, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
-    else:
-        sizes = [end - start for start, end in zip(batch.cu_seqlens_list[:-1], batch.cu_seqlens_list[1:], strict=True)]
-        parts = [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(x.transpose(0, 1).unsqueeze(0) for x in document), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            for document in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-            if document[0].shape[0]
-        ]
-        out = torch.cat(parts, dim=2)[0].transpose(0, 1)
-    stretches = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
-    real = torch.repeat_interleave(batch.real_lengths, stretches, output_size=q.shape[0])
-    first = torch.repeat_interleave(batch.cu_seqlens[:-1], stretches, output_size=q.shape[0])
-    inside = torch.arange(q.shape[0], device=q.device) - first < real
-    return torch.where(inside[:, None, None], out, torch.zeros((), dtype=out.dtype, device=out.device))
+
+def real_rows(batch: PackedTokens) -> Tensor:
+    """Mask [t]: True for tokens, False for padding; made without waiting for the device."""
+    tokens = batch.tokens.shape[0]
+    starts = batch.cu_seqlens[:-1]
+    ends = torch.repeat_interleave(starts + batch.real_lengths, batch.cu_seqlens[1:] - starts, output_size=tokens)
+    return torch.arange(tokens, device=batch.tokens.device) < ends
+
+
+def per_document(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens) -> Tensor:
+    """One fused call per document, padding included. Works on every device."""
+    sizes = [end - start for start, end in itertools.pairwise(batch.cu_seqlens_list)]
+    parts = [
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+        for query, key, value in zip(*(torch.split(x.transpose(0, 1).unsqueeze(0), sizes, dim=2) for x in (q, k, v)), strict=True)
+        if query.shape[2]
+    ]
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # CUDA only
+
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # nothing to the right: causal
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    else:  # torch 2.11
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    borders, longest = batch.cu_seqlens, batch.max_length
+    out = varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    assert isinstance(out, Tensor)  # a pair only where more was asked for
+    return out

@@ -79,9 +79,10 @@ class TorchBackend:
         """Run function now and again in the backward. Stops there at the last tensor needed; works without inputs that need gradients."""
         if not torch.is_grad_enabled():
             return function(*inputs)
-        return torch.utils.checkpoint.checkpoint(
+        out: Tensor = torch.utils.checkpoint.checkpoint(
             function, *inputs, use_reentrant=False, preserve_rng_state=False, determinism_check="none", early_stop=True
         )
+        return out
 
     def optimizer(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
         """Make torch's fused AdamW; each group carries its weight_decay."""

@@ -5,6 +5,7 @@ Legend: t tokens, h hidden, H query heads, G kv heads, d head dim. Rows of the q
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megadcp.config.schema import ModelConfig
@@ -28,12 +29,13 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, batch: PackedTokens, placement: Placement) -> Tensor:
         """Attend with qkv [t, (H + 2G) d] -> [t, h]."""
         q, k, v = self._heads(qkv, rope)
-        return self.out(self.core(q, k, v, batch, placement).flatten(1))
+        out: Tensor = self.out(self.core(q, k, v, batch, placement).flatten(1))
+        return out
 
     def _heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_norm is None and rope is not None:
             return split_rotate(qkv, *rope, self.heads, self.kv_heads)
-        q, k, v = qkv.view(qkv.shape[0], -1, self.head_dim).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self.head_dim), [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:

@@ -46,34 +46,28 @@ class Block(nn.Module):
     def forward(self, x: Tensor, run: Run, level: str) -> Tensor:
         """One layer at one recompute level; all levels give the same bits."""
         if level == "full":
-            return self.recompute(lambda x: self._plain(x, run), x)
+            return self.recompute(lambda x: self._layer(x, run, "none"), x)
+        return self._layer(x, run, level)
+
+    def _layer(self, x: Tensor, run: Run, level: str) -> Tensor:
+        qkv = self.recompute(self._qkv, x) if level == "selective" else self._qkv(x)
+        branch = self.attention.attend(qkv, run.rope, run.batch, run.placement)
+        x = x + dropout(branch, run.rows, self.sites[0], self.probability)
+        return x + dropout(self._mlp_at(level, x), run.rows, self.sites[1], self.probability)
+
+    def _mlp_at(self, level: str, x: Tensor) -> Tensor:
         if level == "selective":
-            return self._selective(x, run)
-        x = self._attention(x, run)
-        if level == "mlp":
-            return x + dropout(self.recompute(self._mlp, x), run.rows, self.sites[1], self.probability)
-        return x + dropout(self._mlp(x), run.rows, self.sites[1], self.probability)
-
-    def _plain(self, x: Tensor, run: Run) -> Tensor:
-        x = self._attention(x, run)
-        return x + dropout(self._mlp(x), run.rows, self.sites[1], self.probability)
-
-    def _attention(self, x: Tensor, run: Run) -> Tensor:
-        branch = self.attention.attend(self._qkv(x), run.rope, run.batch, run.placement)
-        return x + dropout(branch, run.rows, self.sites[0], self.probability)
+            # Each recomputed piece ends in a linear layer. Recompute stops at the last tensor needed, so its product is not made again.
+            return self.recompute(self.mlp.project, self.recompute(self._up, x))
+        return self.recompute(self._mlp, x) if level == "mlp" else self._mlp(x)
 
     def _qkv(self, x: Tensor) -> Tensor:
-        return self.attention.qkv(self.attention_norm(x))
+        out: Tensor = self.attention.qkv(self.attention_norm(x))
+        return out
 
     def _up(self, x: Tensor) -> Tensor:
-        return self.mlp.up(self.mlp_norm(x))
+        out: Tensor = self.mlp.up(self.mlp_norm(x))
+        return out
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self.mlp.project(self._up(x))
-
-    def _selective(self, x: Tensor, run: Run) -> Tensor:
-        """A recomputed piece ends in a linear layer whose own product is not made again: recompute stops at the last tensor needed."""
-        branch = self.attention.attend(self.recompute(self._qkv, x), run.rope, run.batch, run.placement)
-        x = x + dropout(branch, run.rows, self.sites[0], self.probability)
-        branch = self.recompute(self.mlp.project, self.recompute(self._up, x))
-        return x + dropout(branch, run.rows, self.sites[1], self.probability)

@@ -9,6 +9,7 @@ Legend: t tokens, n documents, h features. Site: 0 the embedding, 1 + 2i and 2 +
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,8 +89,11 @@ def _apply(x: Tensor, rows: Tensor, site: int, probability: float) -> Tensor:
     return torch.where(keep, x * (1.0 / (1.0 - probability)), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+_dropout: Callable[[Tensor, Tensor, int, float], Tensor] = _Dropout.apply
+
+
 def dropout(x: Tensor, rows: Tensor | None, site: int, probability: float) -> Tensor:
     """Return x [t, h] with a share `probability` of its values zeroed and the others scaled up; rows None: x itself."""
     if rows is None or probability == 0.0:
         return x
-    return _Dropout.apply(x, rows, site, probability)
+    return _dropout(x, rows, site, probability)

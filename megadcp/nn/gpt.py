@@ -41,7 +41,9 @@ class GPT(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, h]: the LM head's matrix, which is the embedding's when tied."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        table = self.embedding if self.head is None else self.head
+        weight: Tensor = table.weight  # type: ignore[assignment]
+        return weight
 
     def forward(self, batch: PackedTokens, placement: Placement) -> Tensor:
         """Scalar: the SUM of the microbatch's token losses, fp32 (fp64 for fp64 models)."""
@@ -60,7 +62,8 @@ class GPT(nn.Module):
         x = dropout(x, run.rows, 0, self.config.embedding_dropout)
         for index, block in enumerate(self.layers.values()):
             x = block(x, run, placement.recompute_level if index < placement.recompute_layers else "none")
-        return self.norm(x)
+        out: Tensor = self.norm(x)
+        return out
 
     def _run(self, batch: PackedTokens, placement: Placement, dtype: torch.dtype) -> Run:
         config = self.config
@@ -69,13 +72,14 @@ class GPT(nn.Module):
         return Run(batch, placement, rope, row_keys(batch, self.seed, placement.step) if drops else None)
 
     def _embed(self, batch: PackedTokens) -> Tensor:
-        x = self.embedding(batch.tokens)
+        x: Tensor = self.embedding(batch.tokens)
         if self.positions is None:
             return x
         stretches = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
         real = torch.repeat_interleave(batch.real_lengths, stretches, output_size=batch.tokens.shape[0])
         # Padding may count past the table's end: it takes row 0 (nothing reads it); a real token there is an index error.
-        return x + self.positions(batch.positions * (batch.positions < real))
+        offset: Tensor = self.positions(batch.positions * (batch.positions < real))
+        return x + offset
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

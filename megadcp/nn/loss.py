@@ -8,6 +8,7 @@ Legend: t tokens, h hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk:
     rows = chunk
     if hidden.device.type == "cpu":
         rows = min(chunk, max(64, CPU_LOGITS // weight.shape[0]))
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, rows, wants and hidden.requires_grad, wants and weight.requires_grad)
+    return _cross_entropy(hidden, weight, labels, rows, wants and hidden.requires_grad, wants and weight.requires_grad)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -103,3 +104,6 @@ class _Work:
     def weight_gradient(self) -> Tensor | None:
         """[V, h] in the weight's format, summed over chunks in fp32 at least."""
         return None if self.sum is None else self.sum.to(self.weight.dtype)
+
+
+_cross_entropy: Callable[[Tensor, Tensor, Tensor, int, bool, bool], Tensor] = _ChunkedCrossEntropy.apply

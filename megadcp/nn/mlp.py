@@ -76,4 +76,5 @@ class Mlp(nn.Module):
 
     def project(self, inner: Tensor) -> Tensor:
         """Activation and down projection: [t, f or 2f] -> [t, h]."""
-        return self.down(self.activation(inner))
+        out: Tensor = self.down(self.activation(inner))
+        return out

@@ -5,6 +5,7 @@ Legend: h features of the last dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RmsNorm.apply
+
+
 class RmsNorm(nn.Module):
     """Scale by the inverse root mean square, then by a learned weight."""
 
@@ -59,7 +63,7 @@ class RmsNorm(nn.Module):
         """Normalise x [.., h]; same shape."""
         if x.is_cuda:  # one fused kernel each way
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return _RmsNorm.apply(x, self.weight, self.eps)
+        return _rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -8,6 +8,7 @@ dimensions (arXiv 2309.00071) and scales cos and sin.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,11 +133,15 @@ class _SplitRotate(torch.autograd.Function):
         return out.view(tokens, -1), None, None, None, None
 
 
+_rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotate.apply
+_split_rotate: Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]] = _SplitRotate.apply
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each head of x [t, heads, d] by its token's angle."""
-    return _Rotate.apply(x, cos, sin)
+    return _rotate(x, cos, sin)
 
 
 def split_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut qkv [t, (H + 2G) d] into heads and turn queries and keys: q [t, H, d], k and v [t, G, d]."""
-    return _SplitRotate.apply(qkv, cos, sin, heads, kv_heads)
+    return _split_rotate(qkv, cos, sin, heads, kv_heads)
