@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megadcp.plan.step_plan import Microbatch, Recompute
 
@@ -12,7 +12,7 @@ class Placement:
     """Handed down with each microbatch; captured by the forward and used again by recompute and backward."""
 
     step: int = 0
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
     cp: int = 1
     cp_comm: str = "none"
 

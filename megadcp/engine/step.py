@@ -100,7 +100,7 @@ def run_step(engine: Engine, plan: StepPlan, packs: Sequence[Pack], lr: float) -
 
 
 def in_slot_order(plan: StepPlan, packs: Sequence[Pack]) -> list[Microbatch]:
-    """This lane's microbatches in slot order. ValueError unless `packs` are theirs."""
+    """The lane's microbatches in slot order. ValueError unless `packs` are theirs."""
     if plan.layout.lanes != 1:
         raise ValueError(f"the plan of step {plan.step} is for {plan.layout.lanes} lanes, but this engine runs one; make it with one process")
     order = sorted(plan.microbatches, key=lambda one: one.slot)

@@ -1,15 +1,11 @@
-"""The folder of one run: what lies where in it, and the lock that keeps two processes from training in it at once."""
+"""The folder of one run: what lies where in it, and how files are written so that nobody ever sees half of one."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from megadcp.config.check import UserError
 
 
 class RunFolder:
@@ -26,29 +22,9 @@ class RunFolder:
         self.sample = self.path / "sample.txt"
         self.result = self.path / "result.json"
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the run for this process. The system lets go of it however the process ends, so a lock is never left behind."""
-        try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            yield
-            return
-        with open(self.path / ".lock", "a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise UserError(f"{self.path} is being trained by another process ({holder}); wait for it, stop it, or take another run.name") from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()}")
-            file.flush()
-            yield
-
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file under another name, on the disk, and then give it its own: nobody ever sees half of it."""
+    """Write a whole file under another name, on the disk, and then give it its own."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

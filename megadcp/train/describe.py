@@ -1,0 +1,94 @@
+"""What a run has decided, told before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megadcp.config.schema import Config
+from megadcp.data.step_documents import DocumentSource, ValidationSet
+from megadcp.data.tokenizer import Tokenizer
+from megadcp.nn.flops import flops, parameters
+from megadcp.train.log import flops_text, short
+from megadcp.train.schedule import describe_schedule
+
+
+def describe(
+    config: Config, device: torch.device, source: DocumentSource, held_out: Sequence[ValidationSet], tokenizer: Tokenizer | None
+) -> list[str]:
+    """One line per decision."""
+    return [
+        f"run: {config.run.name}, seed {config.run.seed}, {config.run.steps:,} steps of about {config.data.tokens_per_step:,} tokens",
+        _model(config),
+        _tokenizer(config, tokenizer),
+        *(f"data: {line}" for line in source.describe()),
+        _validation(config, held_out),
+        _plan(config),
+        describe_schedule(config.optim, config.run.steps, config.run.steps * config.data.tokens_per_step),
+        _optimizer(config),
+        _device(config, device),
+        _mfu(config, device),
+        _checkpoints(config),
+    ]
+
+
+def _model(config: Config) -> str:
+    model, length = config.model, min(config.data.max_length, config.data.tokens_per_step)
+    count, per_token = parameters(model), flops(model, [length]) / length
+    return (
+        f"model: {model.layers} layers, hidden {model.hidden}, {model.heads} heads ({model.kv_heads} kv), {model.mlp} {model.ffn}, vocabulary "
+        f"{model.vocab:,}{', tied' if model.tied else ''}: {count:,} parameters, {short(per_token)}FLOP per token in a document of {length:,}"
+    )
+
+
+def _tokenizer(config: Config, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "tokenizer: none given (data.tokenizer.path); training reads token ids, the sample at the end is left out"
+    return f"tokenizer: {config.data.tokenizer.kind} {config.data.tokenizer.path}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}"
+
+
+def _validation(config: Config, held_out: Sequence[ValidationSet]) -> str:
+    if not held_out:
+        return "validation: none (data.split and data.validation name no held-out documents)"
+    every = f"every {config.run.validate_every:,} steps and at the end" if config.run.validate_every else "at the end"
+    return f"validation: {', '.join(one.name for one in held_out)}; up to {config.run.validate_tokens:,} tokens each, {every}"
+
+
+def _plan(config: Config) -> str:
+    plan = config.plan
+    cap = f"up to {plan.pack_tokens:,} tokens a microbatch" if plan.pack_tokens else "memory decides how much a microbatch holds"
+    return f"plan: policy {plan.policy}, {cap}, recompute {plan.recompute}, {plan.ahead} steps ahead, for hardware {config.hardware.name}"
+
+
+def _optimizer(config: Config) -> str:
+    optim = config.optim
+    clip = f"clipped to norm {optim.clip_norm:g}" if optim.clip_norm else "not clipped"
+    return (
+        f"optimizer: AdamW (fused), betas {optim.beta1:g} {optim.beta2:g}, weight decay {optim.weight_decay:g} on matrices and embeddings, gradients "
+        f"{clip}; the run ends after {optim.max_skipped} bad steps in a row"
+    )
+
+
+def _device(config: Config, device: torch.device) -> str:
+    narrow = config.precision.format != "fp32"
+    weights = "weights bf16 with fp32 masters, gradients summed in fp32" if narrow else "weights, gradients and optimizer fp32"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return f"device: {where}; precision {config.precision.format} ({weights}); torch {torch.__version__}"
+
+
+def _mfu(config: Config, device: torch.device) -> str:
+    peak = config.hardware.peak_flops
+    if device.type == "cpu":
+        return "mfu: not stated, because no peak of this CPU is known; FLOP/s are model FLOPs of real lengths, without recompute"
+    if not peak:
+        return f"mfu: not stated, because hardware {config.hardware.name} has no peak_flops"
+    return (
+        f"mfu: against {flops_text(peak)} (dense bf16, hardware.peak_flops of {config.hardware.name}); model FLOPs of real lengths, without recompute"
+    )
+
+
+def _checkpoints(config: Config) -> str:
+    every = f"every {config.checkpoint.every:,} steps and at the end" if config.checkpoint.every else "at the end"
+    kept = f"the last {config.checkpoint.keep_last} are kept" if config.checkpoint.keep_last else "all are kept"
+    return f"checkpoints: {every}; {kept}"
