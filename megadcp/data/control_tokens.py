@@ -12,8 +12,10 @@ CONTROL_NAME = re.compile(
     r"</?s>|<(?:pad|unk|bos|eos|eod|eot|mask|sep|cls)>|\[(?:PAD|UNK|BOS|EOS|EOD|MASK|SEP|CLS)\]|<[|\uff5c].*[|\uff5c]>", re.IGNORECASE
 )
 # Names of the end-of-document token, likeliest first.
-EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "<|eos|>", "<|eod|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
-EOD_NAMES += ("[EOS]", "[EOD]", "<EOS>", "<EOD>")
+EOD_NAMES: tuple[str, ...] = (
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>", "<|eos|>", "<|eod|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("[EOS]", "[EOD]", "<EOS>", "<EOD>"),
+)
 
 
 def respell(ids: np.ndarray, lengths: np.ndarray, spellings: Mapping[int, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
