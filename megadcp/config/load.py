@@ -38,6 +38,7 @@ from megadcp.config.schema import Config
 __all__ = ["command_line", "compose", "dump_run", "find_configs", "load_run", "to_dict"]
 
 KEYWORDS = ("optional", "override")  # what may stand before a group in a defaults list
+INTERRUPTED = 130
 
 
 def find_configs() -> Path:
@@ -68,18 +69,18 @@ def command_line(run: Callable[[Config], int], configs: Path) -> int:
     request itself is wrong, with one line on stderr (HYDRA_FULL_ERROR=1 shows the traceback).
     """
     arguments = get_args_parser().parse_args()
-    source = Source(
-        Path(arguments.config_path).resolve() if arguments.config_path else configs, arguments.config_name or "config", arguments.config_dir
-    )
+    source = Source(Path(arguments.config_path or configs).absolute(), arguments.config_name or "config", arguments.config_dir)
     codes: list[int] = []
 
     def job(node: DictConfig) -> int:
-        if os.EX_TEMPFAIL not in codes:  # stopped by a signal: that ends the sweep, too
+        if not {os.EX_TEMPFAIL, INTERRUPTED} & set(codes):  # stopped by a signal: that ends a sweep, too
             codes.append(reported(lambda: run(_job_config(node))))
         return codes[-1]
 
     def start() -> int:
         _register_schema()
+        if arguments.config_path and not Path(arguments.config_path).is_absolute():
+            raise UserError(f"--config-path={arguments.config_path} must be absolute; to add a folder of configs use --config-dir")
         if not (arguments.help or arguments.hydra_help or arguments.info or arguments.shell_completion or arguments.experimental_rerun):
             _check_request(arguments, source)
         hydra_main(version_base="1.3", config_path=str(configs.resolve()), config_name="config")(job)()
@@ -100,7 +101,7 @@ def reported(action: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where this one stopped", file=sys.stderr, flush=True)
-        return 130
+        return INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def dump_run(config: Config, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        file.write(HEADER + yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
+        file.write(HEADER + yaml.safe_dump(to_dict(config), sort_keys=False))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
