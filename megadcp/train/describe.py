@@ -38,14 +38,15 @@ def _model(config: Config) -> str:
     count, per_token = parameters(model), flops(model, [length]) / length
     return (
         f"model: {model.layers} layers, hidden {model.hidden}, {model.heads} heads ({model.kv_heads} kv), {model.mlp} {model.ffn}, vocabulary "
-        f"{model.vocab:,}{', tied' if model.tied else ''}: {count:,} parameters, {short(per_token)}FLOP per token in a document of {length:,}"
+        f"{model.vocab:,}{', tied' if model.tied else ''}: {count:,} parameters, {short(per_token)} FLOPs per token in a document of {length:,}"
     )
 
 
 def _tokenizer(config: Config, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "tokenizer: none given (data.tokenizer.path); training reads token ids, the sample at the end is left out"
-    return f"tokenizer: {config.data.tokenizer.kind} {config.data.tokenizer.path}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}"
+    name = f"{config.data.tokenizer.kind} {config.data.tokenizer.path}".strip()
+    return f"tokenizer: {name}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:12]}"
 
 
 def _validation(config: Config, held_out: Sequence[ValidationSet]) -> str:

@@ -163,7 +163,9 @@ def flops_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """11h02m, 3m07s or 12s."""
+    """11h02m, 3m07s, 12s or 1.4s."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

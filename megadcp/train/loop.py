@@ -36,7 +36,7 @@ from megadcp.train.metrics import MetricsFile
 from megadcp.train.run_folder import RunFolder
 from megadcp.train.schedule import learning_rate
 from megadcp.train.signals import StopRequest
-from megadcp.train.state import TrainState, choose_device, new_state
+from megadcp.train.state import TrainState, choose_device, new_state, seed_random
 
 FINISHED, FAILED, STOPPED = 0, 1, 75
 
@@ -104,6 +104,7 @@ def _open(config: Config, folder: RunFolder, console: Console) -> _Run:
         run.saved_step = found.step
         _say_resumed(run, found)
     else:
+        seed_random(config.run.seed)
         console.say(f"starting at step 0 of {config.run.steps:,}")
     return run
 

@@ -139,6 +139,13 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- random states
+def seed_random(seed: int) -> None:
+    """Start python's, numpy's and torch's generators. Nothing here draws from them; what a user adds may."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_states(device: torch.device) -> dict[str, Any]:
     """The states of python's, numpy's and torch's generators as JSON values."""
     version, numbers, gauss = random.getstate()
