@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))
+from nn_helpers import distance, documents, pack, place, real
+
 from megadcp.backends.torch_attention import per_document, real_rows, spans
 from megadcp.backends.torch_backend import TorchBackend
-from nn_helpers import distance, documents, pack, place, real
 
 
 def _qkv(tokens, heads, kv_heads, head_dim, dtype, seed=0):

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
+from nn_helpers import FAMILIES, documents, gradients, model, pack, place
+
 from megadcp.config.check import UserError
 from megadcp.nn.dropout import _mix, _mix_number, dropout, keep_mask, row_keys
-from nn_helpers import FAMILIES, documents, gradients, model, pack, place
 
 
 def _mask(batch, seed=1, step=2, site=3, features=64, probability=0.25):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nn_helpers import FAMILIES, documents, model, pack, place
+from torch.utils.flop_counter import FlopCounterMode
+
 from megadcp.backends.torch_backend import TorchBackend
 from megadcp.config.schema import ModelConfig
 from megadcp.nn.flops import flops, forward_flops, parameters
 from megadcp.nn.gpt import GPT
-from nn_helpers import FAMILIES, documents, model, pack, place
-from torch.utils.flop_counter import FlopCounterMode
 
 LLAMA = {"kv_heads": 8, "vocab": 128256}
 GPT2 = {

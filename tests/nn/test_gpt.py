@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
+from nn_helpers import FAMILIES, documents, pack, place
+
 from megadcp.backends.torch_backend import TorchBackend
 from megadcp.config.check import UserError
 from megadcp.config.schema import ModelConfig
 from megadcp.nn.gpt import GPT, decay_groups
 from megadcp.nn.init import initial
-from nn_helpers import FAMILIES, documents, pack, place
 
 
 def _make(config, seed=1, dtype=torch.float32):

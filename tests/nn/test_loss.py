@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from nn_helpers import distance
+
 from megadcp.nn import loss as loss_module
 from megadcp.nn.loss import chunked_cross_entropy
-from nn_helpers import distance
 
 IGNORE = -100
 

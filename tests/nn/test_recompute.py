@@ -7,9 +7,10 @@ import weakref
 
 import pytest
 import torch
-from megadcp.config.schema import ModelConfig
 from nn_helpers import FAMILIES, documents, gradients, model, pack, place
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megadcp.config.schema import ModelConfig
 
 LEVELS = ("none", "selective", "mlp", "full")
 

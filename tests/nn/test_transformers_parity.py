@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from megadcp.config.schema import ModelConfig, RopeConfig
 from nn_helpers import distance, documents, gradients, model, pack, place
+
+from megadcp.config.schema import ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.peer
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
