@@ -113,7 +113,7 @@ class DataConfig:
     mode: str = setting("documents", "name", "documents: whole documents; stream: Megatron's fixed-length samples", ("documents", "stream"))
     max_length: int = setting(131072, "tokens", "longest document handed to the model (stream: sample length)")
     long_documents: str = setting("split", "name", "documents above max_length: cut into pieces, or dropped and counted", ("split", "drop"))
-    tokens_per_step: int = setting(1024, "tokens", "token budget of one optimizer step over all ranks")
+    tokens_per_step: int = setting(131072, "tokens", "token budget of one optimizer step over all ranks")
     seed: int = setting(1234, "1", "seed of the global order; another seed is another order")
     cache: str = setting("", "path", "folder of the order cache; empty puts it beside each dataset")
     mask_eod_loss: bool = setting(False, "flag", "stream mode: no loss where the input is the end-of-document token")
