@@ -50,6 +50,12 @@ class Tokenizer(Protocol):
 class _Flat:
     """encode and encode_batch on top of encode_flat."""
 
+    _arguments: tuple[object, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        """Another process makes it again: the libraries' own pickles forget settings (tokenizers forgets encode_special_tokens)."""
+        return type(self), self._arguments
+
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Given by each kind."""
         raise NotImplementedError
@@ -103,7 +109,10 @@ class SentencePieceTokenizer(_Flat):
     def __init__(self, definition: bytes, eod: str = "", where: str = "sentencepiece model") -> None:
         import sentencepiece
 
+        self._arguments = (definition, eod, where)
         try:
+            if not definition:
+                raise ValueError("the file is empty")
             self._model = sentencepiece.SentencePieceProcessor(model_proto=definition)
         except (RuntimeError, ValueError, TypeError) as fault:
             raise UserError(f"{where}: no sentencepiece model ({fault}); a tokenizer.json needs data.tokenizer.kind=huggingface") from None
@@ -173,6 +182,7 @@ class HuggingFaceTokenizer(_Flat):
     """A tokenizer.json, read by the `tokenizers` package (extra hf)."""
 
     def __init__(self, definition: bytes, eod: str = "", where: str = "tokenizer.json") -> None:
+        self._arguments = (definition, eod, where)
         loaded = load_json(definition, eod, where)
         self._model: Any = loaded.model
         self._spellings = loaded.spellings
