@@ -40,7 +40,9 @@ def test_model_shapes(name: str) -> None:
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim, model.ffn, model.vocab, model.tied) == SHAPES[name]
     if name == "gpt2_small":
         assert (model.norm, model.position, model.max_position, model.mlp) == ("layernorm", "learned", 1024, "gelu_tanh")
-        assert model.qkv_bias and model.out_bias and model.mlp_bias
+        assert model.qkv_bias
+        assert model.out_bias
+        assert model.mlp_bias
     if name in ("gpt_1b", "gpt_8b", "gpt_70b"):
         assert (model.norm, model.position, model.mlp, model.rope.theta, model.rope.scaling) == ("rmsnorm", "rope", "swiglu", 500000.0, "llama3")
 
@@ -61,7 +63,9 @@ def test_the_data_follows_its_folder() -> None:
     assert (data.train[0].prefix, data.tokenizer.path) == ("elsewhere/dataset", "elsewhere/tokenizer.model")
 
 
-@pytest.mark.parametrize(("name", "tp", "pp", "format"), [("gpt_1b", 1, 1, "bf16"), ("gpt_8b", 1, 1, "fp8_current"), ("gpt_70b", 8, 4, "fp8_current")])
+@pytest.mark.parametrize(
+    ("name", "tp", "pp", "format"), [("gpt_1b", 1, 1, "bf16"), ("gpt_8b", 1, 1, "fp8_current"), ("gpt_70b", 8, 4, "fp8_current")]
+)
 def test_large_experiments_compose_but_do_not_train_here(name: str, tp: int, pp: int, format: str) -> None:
     config = compose([f"experiment={name}_h200"])
     assert (config.parallel.tp, config.parallel.pp, config.precision.format) == (tp, pp, format)
@@ -108,7 +112,8 @@ def test_nothing_of_omegaconf_gets_inside() -> None:
 
     config = compose(["data.split=[1,0,0]"])
     assert plain(config)
-    assert config.data.split == (1.0, 0.0, 0.0) and type(config.data.split[0]) is float
+    assert config.data.split == (1.0, 0.0, 0.0)
+    assert type(config.data.split[0]) is float
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model.layers = 3  # type: ignore[misc]
     assert hash(config) == hash(compose(["data.split=[1,0,0]"]))

@@ -121,7 +121,8 @@ def test_differences_by_full_name() -> None:
     assert found["model.rope.theta"] == (10000.0, 5.0)
     assert found["data.train[1].prefix"] == (None, "b")
     assert set(found) == {
-        "optim.lr", "model.rope.theta", "data.train[0].prefix", "data.train[0].name", "data.train[1].prefix", "data.train[1].weight", "data.train[1].name",
+        "optim.lr", "model.rope.theta", "data.train[0].prefix", "data.train[0].name",
+        "data.train[1].prefix", "data.train[1].weight", "data.train[1].name",
     }  # fmt: skip
 
 
