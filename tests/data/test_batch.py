@@ -258,6 +258,8 @@ def test_close_gives_up_on_a_read_that_never_returns(source: DocumentSource, mon
 
     loader = StepLoader(source, stuck, 0, 3, 1)
     loader.close()
+    assert loader._thread is not None
+    assert loader._thread.is_alive()  # close() came back before the thread did
     assert list(loader) == []
     release.set()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -239,6 +241,14 @@ def test_equal_weights_of_equal_sources_alternate(tmp_path: Path) -> None:
     assert [place[0] for place in places(source.step(0))] == [0, 1, 0, 1]
 
 
+def test_a_blend_by_hand(tmp_path: Path) -> None:
+    """Pieces of 2 have keys 1, 3, 5, .. (over the share), pieces of 10 have 5, 15, ..; at 5 the first source comes first."""
+    prefixes = [write_lengths(tmp_path / "a", [2] * 5), write_lengths(tmp_path / "b", [10] * 3)]
+    source = open_training(data_config(*prefixes, tokens_per_step=40), 5)
+    for index in range(3):  # the last piece of a step starts at its token 38, and 40 tokens on the pattern repeats
+        assert [place[0] for place in places(source.step(index))] == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0]
+
+
 def test_read_gives_next_tokens_as_labels_and_none_at_the_end(tmp_path: Path) -> None:
     source = open_training(data_config(write_lengths(tmp_path / "c", [5, 1, 11]), max_length=6, tokens_per_step=17), 1)
     texts = {}
@@ -276,6 +286,11 @@ def test_validation_sets_by_name(tmp_path: Path) -> None:
     assert labels.tolist() == [*tokens[1:].tolist(), IGNORE]
     other_seed = open_validation(dataclasses.replace(data, seed=99))
     assert other_seed[1].documents(1000).ids.tolist() == sets[1].documents(1000).ids.tolist()
+
+
+def test_data_loads_no_torch() -> None:
+    code = "import sys, megadcp.data.order, megadcp.data.batch; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_no_validation_is_an_empty_list(tmp_path: Path) -> None:

@@ -165,6 +165,32 @@ def test_a_failed_write_leaves_nothing_behind(corpus: str, tmp_path: Path, monke
     assert "No space left" in lines[0]
 
 
+def test_a_write_cut_off_half_way_is_not_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies between two renames while replacing a damaged entry must not leave old and new files under one description."""
+
+    def build() -> order_cache.Arrays:
+        return {"first": np.arange(5), "second": np.arange(5)}
+
+    OrderCache(tmp_path, told()[1]).get("entry", build)
+    (tmp_path / "entry.first.npy").write_bytes(b"")
+    original, calls = order_cache._write, []
+
+    def die(path: Path, write: object) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        original(path, write)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(order_cache, "_write", die)
+    with pytest.raises(KeyboardInterrupt):
+        OrderCache(tmp_path, told()[1]).get("entry", build)
+    assert names(tmp_path) == ["entry.first.npy", "entry.second.npy"]
+    monkeypatch.setattr(order_cache, "_write", original)
+    lines, say = told()
+    assert OrderCache(tmp_path, say).get("entry", build)["second"].tolist() == list(range(5))
+    assert lines == []
+
+
 def test_an_error_of_the_builder_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
     def broken() -> order_cache.Arrays:
         raise OSError(5, "the data can't be read")

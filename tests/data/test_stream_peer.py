@@ -135,6 +135,20 @@ def test_a_file_of_sentences_is_shuffled_by_sentence(peer: SimpleNamespace, tmp_
     assert_same_samples(samples(open_training(data, 90), 90), theirs(peer, data, [90, 0, 0])[0])
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_zero_length_sequences(peer: SimpleNamespace, tmp_path: Path, seed: int) -> None:
+    """They take part in the shuffles; half of them here, so that some orders begin and some samples end with them."""
+    state = np.random.RandomState(seed)
+    lengths = state.randint(1, 20, size=40) * state.randint(0, 2, size=40)
+    prefix = write_pair(tmp_path / "c", [[state.randint(1, 100, size=length).tolist()] for length in lengths])
+    data = data_config(prefix, mode="stream", max_length=9, tokens_per_step=9, seed=seed)
+    source = open_training(data, 50)
+    dataset = theirs(peer, data, [50, 0, 0])[0]
+    assert isinstance(source, StreamSteps)
+    assert_same_samples(samples(source, 50), dataset)
+    assert np.array_equal(source.sets[0].index()["borders"], dataset.sample_index)
+
+
 @pytest.mark.parametrize("weights", [[0.3, 0.7], [1.0, 1.0, 1.0], [5.0, 0.1, 2.0]])
 def test_blends(peer: SimpleNamespace, tmp_path: Path, weights: list[float]) -> None:
     prefixes = [corpus(tmp_path / f"c{index}", 10 + index, 20 + 15 * index, 200) for index in range(len(weights))]
