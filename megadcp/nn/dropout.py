@@ -86,7 +86,7 @@ class _Dropout(torch.autograd.Function):
 
 def _apply(x: Tensor, rows: Tensor, site: int, probability: float) -> Tensor:
     keep = keep_mask(rows, site, x.shape[-1], probability)
-    return torch.where(keep, x * (1.0 / (1.0 - probability)), torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.mul(x, 1.0 / (1.0 - probability)).masked_fill_(keep.logical_not_(), 0.0)
 
 
 _dropout: Callable[[Tensor, Tensor, int, float], Tensor] = _Dropout.apply

@@ -98,6 +98,9 @@ def refuse(config: ModelConfig) -> None:
             f"model.attention_dropout={config.attention_dropout} is not supported: fused kernels on packed documents can't key the mask by"
             " (document, position), so results would depend on the packing; use model.residual_dropout and keep attention_dropout=0"
         )
+    for name in ("embedding_dropout", "residual_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"model.{name}={getattr(config, name)} is no probability to drop with; legal: 0 up to but not including 1")
     if config.heads % config.kv_heads:
         legal = ", ".join(str(n) for n in range(1, config.heads + 1) if config.heads % n == 0)
         raise UserError(f"model.kv_heads={config.kv_heads} does not divide model.heads={config.heads}; legal here: {legal}")

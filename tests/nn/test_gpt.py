@@ -106,6 +106,7 @@ def test_decay_groups():
         ({"kv_heads": 3}, "kv_heads=3 does not divide model.heads=4; legal here: 1, 2, 4"),
         ({"head_dim": 7}, "head_dim=7 is odd"),
         ({"position": "learned"}, "max_position >= 1"),
+        ({"residual_dropout": 1.0}, "residual_dropout=1.0 is no probability"),
     ],
 )
 def test_impossible_models_are_refused(change, message):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from nn_helpers import FAMILIES, distance, documents, gradients, model, pack, place
 
+from megadcp.config.schema import ModelConfig
+
 
 def _hidden_and_gradient(made, batch):
     """Logits, and the gradient of the loss at the embedding's output, per token."""
@@ -35,6 +37,17 @@ def test_neighbours_change_no_bit(family, lengths):
         assert torch.equal(logits[middle], other_logits[middle])
         assert torch.equal(gradient[middle], other_gradient[middle])
     assert not torch.equal(logits[: lengths[0]], other_logits[: lengths[0]])
+
+
+def test_neighbours_change_no_bit_at_a_training_shape():
+    """The same where matrix products are cut into blocks and the loss into chunks."""
+    config = ModelConfig(layers=1, tied=True)
+    made = model(config, loss_chunk=4096)
+    tokens, others = documents([312, 500, 212], config.vocab), documents([312, 500, 212], config.vocab, seed=7)
+    logits, gradient = _hidden_and_gradient(made, pack(tokens))
+    other_logits, other_gradient = _hidden_and_gradient(made, pack([others[0], tokens[1], others[2]]))
+    assert torch.equal(logits[312:812], other_logits[312:812])
+    assert torch.equal(gradient[312:812], other_gradient[312:812])
 
 
 def test_a_document_in_a_pack_equals_the_document_alone():

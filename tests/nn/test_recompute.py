@@ -168,3 +168,6 @@ def test_what_each_level_makes_again():
     assert counts["selective"] == counts["none"]
     assert counts["mlp"] == counts["none"] + 2
     assert counts["full"] == counts["none"] + 2 * 3
+    with _Products() as products:
+        made(batch, place("full", 1)).backward()
+    assert products.count == counts["none"] + 3
