@@ -19,6 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 GROUP_BYTES = 0.5e9  # communicator buffers for each cp group size above 1
 LOGIT_BYTES = 6  # a logit in 16 and in 32 bits
+LAST_BITS = 1e-9  # of a layer: what rounding may add to a quotient that is a whole number
 MOST_TOKENS = 2**31 - 1  # of one microbatch: the kernels' document borders are 32-bit
 
 
@@ -103,7 +104,7 @@ class MemoryModel:
             if over > 0 and level == "none":
                 return -1
             if over > 0:
-                layers = max(layers, math.ceil(over / (local * (self.token_bytes["none"] - self.token_bytes[level]))))
+                layers = max(layers, math.ceil(over / (local * (self.token_bytes["none"] - self.token_bytes[level])) - LAST_BITS))
         return layers if layers <= self.basis.recomputable else -1
 
     def least_layers_many(self, local: FloatArray, level: str, budgets: Sequence[float]) -> FloatArray:
@@ -116,7 +117,7 @@ class MemoryModel:
             if level == "none":
                 needed = np.where(over > 0, np.inf, 0.0)
             else:
-                needed = np.ceil(over / (local * (self.token_bytes["none"] - self.token_bytes[level])))
+                needed = np.ceil(over / (local * (self.token_bytes["none"] - self.token_bytes[level])) - LAST_BITS)
             layers = np.maximum(layers, needed)
         return np.where(layers <= self.basis.recomputable, layers, -1.0)
 

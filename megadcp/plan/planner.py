@@ -75,7 +75,7 @@ class PackPlanner:
         candidates += self._packings(lengths)
         priced = [packs for packs in (self._price_all(candidate, lengths) for candidate in candidates) if packs is not None]
         best = min(priced, key=lambda packs: round(math.fsum(pack.seconds for pack in packs) * 1e9))
-        best.sort(key=lambda pack: (-round(pack.seconds * 1e9), -pack.bytes, pack.documents))
+        best.sort(key=lambda pack: (-round(pack.seconds * 1e9), -round(pack.bytes), pack.documents))
         microbatches = tuple(self._microbatch(slot, pack) for slot, pack in enumerate(best))
         makespan = run(self.cost, microbatches).makespan
         static_seconds = 0.0 if static is None else static.makespan
