@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))
 from nn_helpers import distance, documents, pack, place, real
 
 from megadcp.backends.torch_attention import per_document, real_rows, spans
