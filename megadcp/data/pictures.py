@@ -5,10 +5,11 @@ SVG is written by hand: one file, no scripts, no fonts of its own, colours by cl
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
@@ -278,6 +279,11 @@ def _short(value: int) -> str:
 def _text(x: float, y: float, text: str, anchor: str = "start", style: str = "") -> str:
     named = f' class="{style}"' if style else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def escape(text: str) -> str:
+    """For XML, which can't hold every character."""
+    return html.escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text))
 
 
 def _title(title: str, note: str) -> str:

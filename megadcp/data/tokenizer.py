@@ -192,7 +192,9 @@ class HuggingFaceTokenizer(_Flat):
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [n], lengths int64 [S]). One thread: preprocessing takes processes, whose threads would only crowd each other."""
         try:
-            pieces = [np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32) for text in texts]
+            # Without offsets: 1.2 to 1.5 times as fast as encode(). Text by text, or its own threads would join in.
+            found = (self._model.encode_batch_fast([text], add_special_tokens=False)[0] for text in texts)
+            pieces = [np.array(each.ids, dtype=np.int32) for each in found]
         except TypeError:
             _refuse_surrogates(texts)
             raise

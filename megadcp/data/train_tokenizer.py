@@ -104,6 +104,10 @@ def train(documents: Iterable[str], settings: TrainSettings) -> Trained:
     if not lines.seen:
         raise UserError("there is no text to train a tokenizer on: every document is empty")
     sample = lines.texts()
+    try:
+        "".join(sample).encode()
+    except UnicodeEncodeError as fault:
+        raise UserError(f"a document holds a lone surrogate ({fault.object[fault.start]!r}), which is no Unicode text; mend or drop it") from None
     definition = _train(sample, settings)
     tokenizer = SentencePieceTokenizer(definition)
     checked = whole.texts()
