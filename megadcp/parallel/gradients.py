@@ -6,11 +6,13 @@ the step's targets is the gradient of the global batch, whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,16 @@ class GradientBuffers:
         self.parameters = [parameter for _, parameter in chosen]
         self._wide: dict[int, Tensor] = {}
         self._touched: set[int] = set()
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(self.parameters):
             if parameter.element_size() < 4:
                 self._wide[index] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda p, index=index: self._widen(index, p)))
+                self._hooks.append(self._on_gradient(parameter, partial(self._widen, index)))
+
+    @staticmethod
+    def _on_gradient(parameter: nn.Parameter, act: Callable[[Tensor], None]) -> RemovableHandle:
+        register: Callable[[Callable[[Tensor], None]], RemovableHandle] = parameter.register_post_accumulate_grad_hook  # untyped in torch
+        return register(act)
 
     def _widen(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None

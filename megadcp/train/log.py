@@ -120,6 +120,7 @@ class StepLog:
             "targets": result.targets,
             "microbatches": len(loaded.plan.microbatches),
             "recompute": dict(levels),
+            "measured": [[one.slot, round(one.seconds, 6), one.bytes] for one in result.microbatches],
             "skipped": not result.updated,
             **({} if result.updated else {"problem": result.problem}),
         }

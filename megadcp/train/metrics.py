@@ -12,6 +12,7 @@ Keys of a step's row, with units (docs and outside tools rely on them):
   seconds           from the end of the step before to the end of this one, without saving and validating
   targets           tokens whose loss counts; skipped: true when the step was not applied, then `problem` says why
   microbatches, recompute   their number, and how many of them at each recompute level
+  measured          [slot, seconds, bytes] of each microbatch; what was predicted stands in plans.jsonl
 A validation's row: step, validation_loss, name, targets, seconds.
 """
 

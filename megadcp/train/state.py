@@ -84,7 +84,7 @@ class TrainState:
                 )
         for name, tensors in self.tensors().items():
             require_match(tensors, found[name], checkpoint.path / f"{name}.safetensors")
-        counters = {item.name: meta.get(item.name) for item in fields(Progress)} | {"updates": meta.get("updates")}
+        counters: dict[str, Any] = {name: meta.get(name) for name in (*(item.name for item in fields(Progress)), "updates")}
         for key, value in counters.items():
             if type(value) is not int or value < 0:
                 raise CheckpointError(f"{checkpoint.path}/meta.json: {key} is {value!r}, expected a whole number")

@@ -100,9 +100,8 @@ def reference(documents: RandomDocuments, model: ModelConfig = MODEL, step: int 
     for document in range(len(documents.lengths)):
         tokens, labels = (torch.from_numpy(array) for array in documents.read(document))
         size = len(tokens)
-        batch = PackedTokens(
-            tokens, labels, torch.arange(size), torch.tensor([0, size], dtype=torch.int32), size, torch.tensor([document]), torch.tensor([size]), (0, size)
-        )  # fmt: skip
+        borders, ids, sizes = torch.tensor([0, size], dtype=torch.int32), torch.tensor([document]), torch.tensor([size])
+        batch = PackedTokens(tokens, labels, torch.arange(size), borders, size, ids, sizes, (0, size))
         total = total + gpt(batch, Placement(step=step))
         targets += int((labels != IGNORE).sum())
     (total / targets).backward()

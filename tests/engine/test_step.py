@@ -182,5 +182,3 @@ def test_no_copy_on_the_cpu():
         assert getattr(batch, name).data_ptr() == getattr(pack, name).ctypes.data
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.cu_seqlens_list == tuple(np.cumsum([0, *LENGTHS]).tolist())
-
-

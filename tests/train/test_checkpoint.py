@@ -146,6 +146,11 @@ class Payload:
         return (os.mkdir, (self.path,))
 
 
+def read_all(run):
+    found = newest(run, quiet)
+    return found.tensors("model"), found.tensors("optimizer")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"])
 def test_no_file_is_unpickled(run, name, tmp_path):
     put(run, 1)
@@ -156,8 +161,7 @@ def test_no_file_is_unpickled(run, name, tmp_path):
         manifest["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": checkpoint._sha256(path / name)}
         (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError):
-        found = newest(run, quiet)
-        found.tensors("model"), found.tensors("optimizer")
+        read_all(run)
     assert not (tmp_path / "opened").exists()
 
 
@@ -165,7 +169,7 @@ def test_a_full_disk_leaves_what_was_there(run, monkeypatch):
     put(run, 1)
 
     def full(tensors, path):
-        open(path, "wb").write(b"half")
+        path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)

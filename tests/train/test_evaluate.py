@@ -33,7 +33,8 @@ def test_loss_is_the_mean_over_all_targets_whatever_the_packing(setup):
     assert model.training
     losses = []
     for cap in (150, 512):
-        found = evaluate(model, held_out, plan_for(dataclasses.replace(setup, plan=dataclasses.replace(setup.plan, pack_tokens=cap))), 512, torch.device("cpu"))
+        packed = dataclasses.replace(setup, plan=dataclasses.replace(setup.plan, pack_tokens=cap))
+        found = evaluate(model, held_out, plan_for(packed), 512, torch.device("cpu"))
         losses.append(found.loss)
     assert model.training
     model.eval()
@@ -62,7 +63,8 @@ class Fixed:
         self.labels = [np.array(one) for one in labels]
 
     def step(self, index):
-        return StepDocuments(index, np.array([index % len(self.labels)]), np.array([len(self.labels[index % len(self.labels)])]), index / len(self.labels))
+        document = index % len(self.labels)
+        return StepDocuments(index, np.array([document]), np.array([len(self.labels[document])]), index / len(self.labels))
 
     def documents(self, most):
         return StepDocuments(0, np.arange(len(self.labels)), np.array([len(one) for one in self.labels]), 0.0)

@@ -91,7 +91,10 @@ def test_the_last_learned_position_can_be_used():
     assert len(list(generate(model, [1] * 10, Sampling(tokens=7), 260, None))) == 7
 
 
-@pytest.mark.parametrize("settings", [{"tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}])
+WRONG = [{"tokens": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}]
+
+
+@pytest.mark.parametrize("settings", WRONG)
 def test_wrong_settings_are_named(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
         text(Sampling(**settings))

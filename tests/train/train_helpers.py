@@ -9,8 +9,20 @@ from typing import Any
 import numpy as np
 
 from megadcp.config.schema import (
-    CheckpointConfig, ClusterConfig, Config, DataConfig, GemmFlops, HardwareConfig, LogConfig, ModelConfig, OptimConfig, PlanConfig, PrecisionConfig,
-    RunConfig, SourceConfig, TokenizerConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    GemmFlops,
+    HardwareConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    PlanConfig,
+    PrecisionConfig,
+    RunConfig,
+    SourceConfig,
+    TokenizerConfig,
 )  # fmt: skip
 from megadcp.data.indexed import IndexedWriter
 from megadcp.data.tokenizer import open_tokenizer
@@ -42,7 +54,8 @@ def config(prefix: str, **changes: Any) -> Config:
         "run": RunConfig(name="test", steps=20, validate_every=10, validate_tokens=512, sample_prompt="def ", sample_tokens=8),
         "model": dataclasses.replace(MODEL, residual_dropout=0.1),
         "data": DataConfig(
-            train=(SourceConfig(prefix, 1.0, "words"),), split=(0.9, 0.1, 0.0), max_length=128, tokens_per_step=256, tokenizer=TokenizerConfig("bytes", "")
+            train=(SourceConfig(prefix, 1.0, "words"),), split=(0.9, 0.1, 0.0), max_length=128, tokens_per_step=256,
+            tokenizer=TokenizerConfig("bytes", ""),
         ),
         "plan": PlanConfig(pack_tokens=200),
         "precision": PrecisionConfig("fp32"),
