@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import index
 from typing import NamedTuple
 
 from megadcp.config.check import UserError
@@ -67,7 +68,12 @@ class PackPlanner:
 
     def __call__(self, step: int, lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. UserError, in one line, for a step that can't be planned."""
-        lengths = [int(length) for length in lengths]
+        try:
+            lengths = [index(length) for length in lengths]
+        except TypeError:
+            raise UserError(
+                f"step {step}: lengths must be integers, found {next(one for one in lengths if not hasattr(one, '__index__'))!r}"
+            ) from None
         self._check_lengths(step, lengths)
         static = static_best(self.basis, lengths, self.static_capacity, self.choices)
         # static-best's packing comes first and wins ties, so that no plan is slower than it

@@ -278,6 +278,8 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
             raise PlanFormatError(f"{path}: expected a list, found {_found(value)}")
         item = typing.get_args(kind)[0]
+        if item is int and all(type(one) is int for one in value):
+            return tuple(value)  # thousands of documents
         return tuple([_read(item, one, f"{path}[{index}]") for index, one in enumerate(value)])
     wrong = type(value) is not kind and not (kind is float and type(value) is int)
     if wrong or (kind is float and not abs(value) <= sys.float_info.max):

@@ -163,14 +163,8 @@ def test_wrong_types_are_named(path, value, message):
 def test_missing_and_unknown_fields_are_named():
     def nodes(document):
         one = document["microbatches"][0]
-        return {
-            "": document,
-            "layout.": document["layout"],
-            "profile.": document["profile"],
-            "microbatches[0].": one,
-            "microbatches[0].recompute.": one["recompute"],
-            "predicted.": document["predicted"],
-        }
+        named = {f"{name}.": document[name] for name in ("layout", "profile", "predicted")}
+        return {"": document, "microbatches[0].": one, "microbatches[0].recompute.": one["recompute"], **named}
 
     for prefix, node in nodes(to_json(sample())).items():
         for name in node:

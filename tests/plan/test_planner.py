@@ -240,6 +240,8 @@ def test_the_largest_document_fits_with_alignment():
 def test_empty_step_and_bad_lengths():
     assert "step 3 has no documents" in refused(lambda: planner()(3, []))
     assert "step 3: document 1 has length 0; every document needs at least 1 token" in refused(lambda: planner()(3, [4, 0, 2]))
+    assert "step 3: lengths must be integers, found 3.5" in refused(lambda: planner()(3, [4, 3.5]))
+    assert "lengths must be integers, found '7'" in refused(lambda: planner()(3, ["7"]))
     assert "document 2 has length -7" in refused(lambda: planner()(3, [4, 5, -7]))
 
 
