@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -138,7 +139,7 @@ def test_labels_do_not_touch(boxes: list[tuple[float, int]]) -> None:
     widths = [float(width) for _, width in boxes]
     placed = _apart([centre for centre, _ in boxes], widths)
     edges = [edge for centre, width in zip(placed, widths, strict=True) for edge in (centre - width / 2, centre + width / 2)]
-    assert all(b >= a - 1e-6 for a, b in zip(edges, edges[1:], strict=False))
+    assert all(b >= a - 1e-6 for a, b in itertools.pairwise(edges))
     assert edges[0] >= 3.9
     assert edges[-1] <= WIDTH - 3.9
 
