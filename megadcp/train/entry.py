@@ -111,7 +111,7 @@ def _prepare(config: Config) -> None:
         return
     from megadcp.data.prepare import prepare
 
-    prepare(config.data, _say)
+    prepare(config.data, _say, config.model.vocab)
 
 
 def _freeze(folder: Path, config: Config) -> None:

@@ -44,7 +44,7 @@ class Trainer:
         (folder / "result.json").write_text(json.dumps({"steps": done}), encoding="utf-8")
         return 0
 
-    def prepare(self, data: object, say: object) -> None:
+    def prepare(self, data: object, say: object, vocab: int) -> None:
         self.events.append("prepare")
 
     def show_result(self, folder: Path, say: object) -> None:
