@@ -2,13 +2,13 @@
 
 python tools/inspect_data.py PREFIX                          statistics and histogram
 python tools/inspect_data.py PREFIX --svg lengths.svg        the histogram as a picture too
-python tools/inspect_data.py PREFIX --document 5 --tokenizer tokenizer.model
+python tools/inspect_data.py PREFIX --document 5 [--tokenizer tokenizer.model]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from megadcp.config.check import UserError
 from megadcp.data.indexed import IndexedReader
+from megadcp.data.manifest import load_manifest
 from megadcp.data.pictures import length_histogram_svg, length_histogram_text, summarise
 from megadcp.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -35,8 +36,16 @@ def document_tokens(reader: IndexedReader, document: int) -> np.ndarray:
     return np.concatenate([reader.read(sequence) for sequence in range(first, stop)] or [np.zeros(0, reader.dtype)])
 
 
-def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
-    """The one that was named; its kind follows from the file's name where --kind does not say it."""
+def find_tokenizer(reader: IndexedReader, options: argparse.Namespace) -> Tokenizer:
+    """The one that was named, its kind by the file's name where --kind does not say it; else the one of the manifest, if it lies beside it."""
+    manifest = load_manifest(reader.prefix)
+    made_by = manifest.origin.tokenizer if manifest is not None else {}
+    if not options.tokenizer and options.kind is None and made_by:
+        beside = Path(reader.prefix).parent / str(made_by["file"])
+        if made_by["kind"] == "bytes" or beside.is_file():
+            found = open_tokenizer(str(made_by["kind"]), str(beside))
+            if found.fingerprint == made_by["fingerprint"]:
+                return found
     if not options.tokenizer and options.kind != "bytes":
         raise UserError("--document needs --tokenizer MODEL (a .model or tokenizer.json file), --kind bytes, or --ids to see numbers")
     kind = options.kind or ("huggingface" if options.tokenizer.endswith(".json") or Path(options.tokenizer).is_dir() else "sentencepiece")
@@ -46,7 +55,7 @@ def find_tokenizer(options: argparse.Namespace) -> Tokenizer:
 def show_document(reader: IndexedReader, options: argparse.Namespace) -> None:
     """Print one document, as text or as ids."""
     tokens = document_tokens(reader, options.document)
-    tokenizer = None if options.ids else find_tokenizer(options)
+    tokenizer = None if options.ids else find_tokenizer(reader, options)
     shown = tokens if options.tokens == 0 else tokens[: options.tokens]
     cut = f", the first {len(shown):,} of them below" if len(shown) < len(tokens) else ""
     if tokenizer is None:
@@ -73,11 +82,11 @@ def show_statistics(reader: IndexedReader, options: argparse.Namespace) -> None:
     print(f"documents  {summary['documents']:,} ({summary['empty']:,} empty)")
     print(f"tokens     {summary['tokens']:,}")
     print("length     " + "  ".join(f"{name} {summary[name]:,}" for name in ("p50", "p90", "p99", "max")))
-    manifest = Path(f"{reader.prefix}.json")
-    if manifest.is_file():
-        found = json.loads(manifest.read_text(encoding="utf-8"))
-        known = [f"{key} {found[key]}" for key in ("tokenizer", "append_eod") if isinstance(found, dict) and key in found]
-        print(f"manifest   {manifest.name}" + (": " + ", ".join(known) if known else ""))
+    manifest = load_manifest(reader.prefix)
+    if manifest is not None:
+        tokenizer = manifest.origin.tokenizer
+        end = "an end-of-document token after each" if manifest.origin.append_eod else "no end-of-document tokens appended"
+        print(f"made by    {tokenizer['file'] or tokenizer['kind']} ({tokenizer['kind']}, {tokenizer['vocab_size']:,} ids), {end}")
     print()
     print(length_histogram_text(lengths))
     if options.svg:
@@ -112,6 +121,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"inspect_data: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of our output has seen enough (head, less)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"inspect_data: {error}", file=sys.stderr)
         return 1

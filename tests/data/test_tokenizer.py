@@ -102,6 +102,43 @@ def test_the_fast_way_gives_what_sentencepiece_gives(lossless: SentencePieceToke
     assert slow.encode_batch(TEXTS) == lossless.encode_batch(TEXTS)
 
 
+@given(st.lists(st.sampled_from([*LINES[:60], "", "x" * 50, " " * 9, "</s>", "\r", "🧪"]), max_size=40), st.sampled_from(["\n", "\n\n", " \n "]))
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("tokenizer", [BPE, FORGEABLE], ids=["bpe", "user-defined"])
+def test_encoding_in_parts_changes_nothing(tokenizer: SentencePieceTokenizer, lines: list[str], end: str) -> None:
+    assert tokenizer._by_lines
+    text = end.join(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megadcp.data.tokenizer.PART", 40)
+        parts = tokenizer._plain(text)
+    assert parts.tolist() == tokenizer._model.encode(text)
+
+
+def test_long_documents_are_encoded_in_parts_with_the_same_ids(lossless: SentencePieceTokenizer) -> None:
+    text = "\n".join(TEXTS) + "\n" + "one long line " * 1000 + "\n"
+    assert lossless._by_lines
+    assert len(text) > 100_000
+    assert lossless.encode(text) == lossless._model.encode(text)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"model_type": "unigram"},
+        {"add_dummy_prefix": True},
+        {"user_defined_symbols": ["\n", "\n\n"]},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"byte_fallback": False, "vocab_size": 300},
+    ],
+    ids=str,
+)
+def test_other_models_encode_as_sentencepiece_does(form: dict[str, Any]) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model(**form))
+    assert not tokenizer._by_lines
+    for text in ["a\n\nb  c\n" * 2000, "plain", ""] + (["▁ a▁"] if not tokenizer.lossless else []):
+        assert tokenizer.encode(text) == tokenizer._model.encode(text)
+
+
 # ------------------------------------------------------------------------------------------------------- forged tokens
 CONTROL_FORMS = {
     "defaults": {},

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megadcp.data.indexed import IndexedWriter
+from megadcp.data.preprocess import Preprocess, preprocess
 from megadcp.data.tokenizer import BytesTokenizer
 from megadcp.data.train_tokenizer import TrainSettings, save, train
 
@@ -69,6 +70,26 @@ def test_end_tokens_inside_a_document_are_reported(tmp_path: Path, tool: Callabl
         writer.add([97, 256, 98, 256, 256])
     assert tool([str(tmp_path / "data"), "--document", "0", "--kind", "bytes"]) == 0
     assert "5 tokens, ends with the end-of-document token, 2 more inside" in capsys.readouterr().out
+
+
+def test_the_manifest_says_which_tokenizer_it_was(tmp_path: Path, tool: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    save(train(["some text " * 50], TrainSettings(vocab=275)).definition, tmp_path / "t.model")
+    job = Preprocess((str(tmp_path / "a.txt"),), str(tmp_path / "data"), tokenizer_path=str(tmp_path / "t.model"), append_eod=True)
+    preprocess(job, [].append)
+    assert tool([str(tmp_path / "data")]) == 0
+    assert "made by    t.model (sentencepiece, 275 ids), an end-of-document token after each" in capsys.readouterr().out
+    assert tool([str(tmp_path / "data"), "--document", "0"]) == 0
+    assert capsys.readouterr().out.endswith("token\n" + "some text " * 50 + "\n")
+    save(train(["other words " * 50], TrainSettings(vocab=275)).definition, tmp_path / "t.model", overwrite=True)
+    assert tool([str(tmp_path / "data"), "--document", "0"]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+
+
+def test_the_reader_may_stop_early(prefix: str) -> None:
+    command = f"{sys.executable} {ROOT / 'tools/inspect_data.py'} {prefix} | true"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=60)
+    assert result.stderr == ""
 
 
 def test_a_request_that_can_not_be_met_is_one_line(
