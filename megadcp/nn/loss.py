@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megadcp.nn.backend import IGNORE
 
-CPU_LOGITS = 1 << 20  # on a CPU chunks stay near this many logits, so that they are still in the cache when read again
+CPU_LOGITS = 1 << 20  # on a CPU chunks stay near this many logits, so that they are still in the cache when read again,
+CPU_ROWS = 256  # but not below these rows: each chunk reads and writes the whole [V, h] gradient
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -34,7 +35,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk:
     wants = torch.is_grad_enabled()
     rows = chunk
     if hidden.device.type == "cpu":
-        rows = min(chunk, max(64, CPU_LOGITS // weight.shape[0]))
+        rows = min(chunk, max(CPU_ROWS, CPU_LOGITS // weight.shape[0]))
     return _cross_entropy(hidden, weight, labels, rows, wants and hidden.requires_grad, wants and weight.requires_grad)
 
 
