@@ -6,7 +6,7 @@ Both sides start from the same weights and see the same packed documents (lognor
 backward, clipping to norm 1 and fused AdamW. Making plans and batches is outside the clock on both sides; proving the plan is inside on ours.
 transformers is given three set-ups, and the fastest of them is what counts:
 - packed: one forward over all documents with position_ids and a ready-made block-diagonal mask (sdpa);
-- padded: a batch of the documents, padded to the longest, with a ready-made mask (sdpa);
+- padded: a batch of the documents, padded at the end to the longest; causality hides the padding, so no mask and sdpa's causal kernel;
 - loop: one forward and backward per document, no mask, so sdpa takes its causal kernel.
 In bf16 this trainer keeps fp32 master weights and fp32 gradient sums; the plain loop updates bf16 weights and has less to do.
 The losses of the first step must agree, and so must the gradient norms; contestants take turns, so that the machine's drift hits all alike.
@@ -127,8 +127,7 @@ class Plain:
         tokens, labels = torch.zeros(len(lengths), longest, dtype=torch.int64), torch.full((len(lengths), longest), IGNORE)
         for row, (one, target) in enumerate(zip(batch.tokens, batch.labels, strict=True)):
             tokens[row, : len(one)], labels[row, : len(one)] = one, labels_at_inputs([one], [target])[0]
-        causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-        return [{"input_ids": tokens, "attention_mask": additive(causal, dtype), "labels": labels}]  # padding lies behind: causal hides it
+        return [{"input_ids": tokens, "labels": labels}]
 
     def step(self, batch: Batch) -> float:
         """Seconds of one step."""
