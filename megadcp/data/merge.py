@@ -19,6 +19,8 @@ from megadcp.config.check import UserError
 from megadcp.data.indexed import COPY, IndexedReader, bin_path, blocks, flush, idx_path, place_pair, write_index
 from megadcp.data.manifest import Counts, Manifest, Origin, load_manifest, manifest_path, shard_name
 
+_ZEROS = bytes(COPY)
+
 Say = Callable[[str], None]
 
 
@@ -47,9 +49,13 @@ class PairAppender:
         found = 0
         with open(bin_path(prefix), "rb") as file:
             while block := file.read(COPY):
-                found = zlib.crc32(block, found)
+                found = zlib.crc32(block, found) if crc32 is not None else 0
                 self.crc32 = zlib.crc32(block, self.crc32)
-                self._file.write(block)
+                if block == _ZEROS:
+                    self._file.seek(COPY, os.SEEK_CUR)  # a hole stays a hole
+                else:
+                    self._file.write(block)
+        self._file.truncate(self._file.tell())
         if crc32 is not None and found != crc32:
             raise UserError(f"{bin_path(prefix)}: wrong checksum: expected {crc32:08x}, found {found:08x}; the file is damaged, make it again")
         self._prefixes.append(os.fspath(prefix))
