@@ -27,11 +27,14 @@ Say = Callable[[str], None]
 class PairAppender:
     """Writes PREFIX.bin/.idx out of whole pairs, under temporary names until finish(). Leaves nothing behind on failure."""
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: Any, temporary: Sequence[Path] = ()) -> None:
-        """temporary: names of .bin and .idx until finish(), on the same file system; by default hidden ones beside the final ones."""
+    def __init__(self, prefix: str | os.PathLike[str], dtype: Any, temporary: Sequence[Path] = (), checksum: bool = True) -> None:
+        """temporary: names of .bin and .idx until finish(), on the same file system; by default hidden ones beside the final ones.
+
+        checksum=False leaves crc32 at 0 and saves its time.
+        """
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype)
-        self.crc32 = 0
+        self.crc32, self._checksum = 0, checksum
         self.tokens = self.sequences = self.documents = self.empty = 0
         self._prefixes: list[str] = []
         hidden = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (bin_path(prefix), idx_path(prefix))]
@@ -50,7 +53,7 @@ class PairAppender:
         with open(bin_path(prefix), "rb") as file:
             while block := file.read(COPY):
                 found = zlib.crc32(block, found) if crc32 is not None else 0
-                self.crc32 = zlib.crc32(block, self.crc32)
+                self.crc32 = zlib.crc32(block, self.crc32) if self._checksum else 0
                 if block == _ZEROS:
                     self._file.seek(COPY, os.SEEK_CUR)  # a hole stays a hole
                 else:
@@ -144,7 +147,7 @@ def merge(inputs: Sequence[str], output_prefix: str, overwrite: bool, say: Say) 
         if other != dtype:
             raise UserError(f"{idx_path(prefix)} holds {other.name}, {idx_path(prefixes[0])} {dtype.name}: only pairs of one dtype can be merged")
     _check_counts(prefixes, manifests)
-    with PairAppender(output_prefix, dtype) as out:
+    with PairAppender(output_prefix, dtype, checksum=bool(manifests)) as out:
         for prefix, manifest in zip_longest(prefixes, manifests):
             out.append(prefix, manifest.bin_crc32 if manifest else None)
             say(f"{prefix}: {out.documents:,} documents, {out.tokens:,} tokens so far")
@@ -183,9 +186,10 @@ def _in_order(prefixes: list[str]) -> tuple[list[str], list[Manifest], bool]:
     if all(manifest.origin.shard[1] == 1 for manifest in manifests):
         seen: dict[str, str] = {}
         for prefix, manifest in zip(prefixes, manifests, strict=True):
-            twin = seen.setdefault(manifest.key + manifest.origin.identity(), prefix)
-            if twin is not prefix:
-                raise UserError(f"{prefix} and {twin} were made from the same inputs: their documents would be counted twice")
+            made_of = manifest.key + manifest.origin.identity()
+            if made_of in seen:
+                raise UserError(f"{prefix} and {seen[made_of]} were made from the same inputs: their documents would be counted twice")
+            seen[made_of] = prefix
         return prefixes, manifests, False
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         if manifest.key != first.key or manifest.origin.identity(False) != first.origin.identity(False):

@@ -75,8 +75,10 @@ class PartMaker:
 
     def make(self, part: Part) -> dict[str, Any] | Failure:
         """The part's summary, as kept in its .json, or why there is none. Leaves no files behind on failure."""
-        writers = [IndexedWriter(self._path(part, f".{number}"), self.dtype, sync=False) for number in range(len(self.recipe.keys))]
+        writers: list[IndexedWriter] = []
         try:
+            for number in range(len(self.recipe.keys)):
+                writers.append(IndexedWriter(self._path(part, f".{number}"), self.dtype, sync=False))
             return self._make(part, writers)
         except BadRecord as bad:
             span, line, reason = bad.args
@@ -152,7 +154,7 @@ class _Records:
         if self.maker.recipe.stop_at_bad:
             self.flush()  # a text before this one may be bad too, and then that one is the first
             raise BadRecord(record.span, record.line, reason)
-        self.rejects.append((record.span, record.line, reason, record.raw.decode("utf-8", "backslashreplace")))
+        self.rejects.append((record.span, record.line, reason, record.raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")))
 
     def flush(self) -> None:
         if not self.pending:

@@ -65,9 +65,10 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], int]:
     for path in paths:
         if not kind_of(path):
             raise UserError(f"input {path}: unknown kind of file; legal endings: {LEGAL}")
-        twin = seen.setdefault(os.path.realpath(path), path)
-        if twin is not path:
-            raise UserError(f"input {path} was given twice (also as {twin}): its documents would be counted twice; name it once")
+        real = os.path.realpath(path)
+        if real in seen:
+            raise UserError(f"input {path} was given twice (also as {seen[real]}): its documents would be counted twice; name it once")
+        seen[real] = path
         try:
             status = os.stat(path)
             with open(path, "rb"):

@@ -106,7 +106,7 @@ def parse(line: bytes, keys: Sequence[str]) -> list[str] | str:
     except UnicodeDecodeError as error:
         return f"not UTF-8 at byte {error.start} of the line"
     except json.JSONDecodeError as error:
-        return f"no JSON at column {error.colno}: {error.msg}"
+        return f"no JSON at column {min(error.pos, len(error.doc.rstrip())) + 1}: {error.msg}"
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         return f"JSON that can't be read: {error}"
     if type(record) is not dict:
