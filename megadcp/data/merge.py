@@ -16,10 +16,8 @@ from typing import IO, Any
 import numpy as np
 
 from megadcp.config.check import UserError
-from megadcp.data.indexed import COPY, IndexedReader, bin_path, blocks, flush, idx_path, place_pair, write_index
+from megadcp.data.indexed import COPY, IndexedReader, bin_path, blocks, chunks, flush, idx_path, place_pair, write_index
 from megadcp.data.manifest import Counts, Manifest, Origin, load_manifest, manifest_path, shard_name
-
-_ZEROS = bytes(COPY)
 
 Say = Callable[[str], None]
 
@@ -50,14 +48,13 @@ class PairAppender:
         if reader.dtype != self.dtype:
             raise UserError(f"{idx_path(prefix)} holds {reader.dtype.name}, the others {self.dtype.name}: pairs of one dtype can be merged")
         found = 0
-        with open(bin_path(prefix), "rb") as file:
-            while block := file.read(COPY):
-                found = zlib.crc32(block, found) if crc32 is not None else 0
-                self.crc32 = zlib.crc32(block, self.crc32) if self._checksum else 0
-                if block == _ZEROS:
-                    self._file.seek(COPY, os.SEEK_CUR)  # a hole stays a hole
-                else:
-                    self._file.write(block)
+        for block in chunks(bin_path(prefix)):
+            found = zlib.crc32(block, found) if crc32 is not None else 0
+            self.crc32 = zlib.crc32(block, self.crc32) if self._checksum else 0
+            if len(block) == COPY and not np.frombuffer(block, np.uint64).any():
+                self._file.seek(COPY, os.SEEK_CUR)  # a hole stays a hole
+            else:
+                self._file.write(block)
         self._file.truncate(self._file.tell())
         if crc32 is not None and found != crc32:
             raise UserError(f"{bin_path(prefix)}: wrong checksum: expected {crc32:08x}, found {found:08x}; the file is damaged, make it again")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megadcp.config.check import UserError
-from megadcp.data.indexed import COPY, IndexedReader, bin_path
+from megadcp.data.indexed import IndexedReader, bin_path, chunks
 from megadcp.data.preprocess_worker import part_path
 from megadcp.data.raw_parts import Part
 
@@ -110,7 +110,6 @@ def _locked(file: IO[str]) -> bool:
 
 def _crc32(path: Path) -> int:
     value = 0
-    with open(path, "rb") as file:
-        while block := file.read(COPY):
-            value = zlib.crc32(block, value)
+    for block in chunks(path):
+        value = zlib.crc32(block, value)
     return value

@@ -73,7 +73,7 @@ def test_bad_records_are_left_out_listed_and_counted(tmp_path: Path) -> None:
     rejects = [json.loads(row) for row in (tmp_path / "out.rejects.jsonl").read_text().splitlines()]
     assert [(row["file"], row["line"], row["record"]) for row in rejects] == [(path, at, record) for at, _, record in bad]
     assert all(reason in row["reason"] for row, (_, reason, _) in zip(rejects, bad, strict=True))
-    run(path, tmp_path / "w", bad_records="skip", workers=2, part_size=100)
+    run(path, tmp_path / "w", bad_records="skip", workers=2, part_size=2000)
     assert files_of(tmp_path / "w", ("bin", "idx", "json", "rejects.jsonl")) == files_of(tmp_path / "out", ("bin", "idx", "json", "rejects.jsonl"))
 
 
