@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 
 from megadcp.config.check import UserError
+from megadcp.data.file_bytes import flush
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -34,7 +35,6 @@ CODES = {name: code for code, name in DTYPES.items()}
 LONGEST = 2**31 - 1  # tokens of one sequence: lengths are i32
 LARGEST = 2**63 - 1  # bytes of .bin: pointers are i64
 BLOCK = 1 << 20  # sequences handled at a time
-COPY = 1 << 23  # bytes copied at a time
 
 
 def dtype_for_vocab(vocab: int) -> np.dtype[Any]:
@@ -380,21 +380,6 @@ class IndexedWriter:
             self.finish()
         else:
             self.discard()
-
-
-def chunks(path: Path) -> Iterator[memoryview]:
-    """A file in pieces of COPY bytes; each is valid until the next one is asked for. A fresh buffer each time would cost 30 times as much."""
-    buffer = bytearray(COPY)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield memoryview(buffer)[:count]
-
-
-def flush(file: IO[bytes], sync: bool) -> None:
-    """Hand everything to the system and, with sync, wait until it is on the disk."""
-    file.flush()
-    if sync:
-        os.fsync(file.fileno())
 
 
 def place_pair(temporary: Sequence[Path], prefix: str | os.PathLike[str]) -> None:

@@ -16,7 +16,8 @@ from typing import IO, Any
 import numpy as np
 
 from megadcp.config.check import UserError
-from megadcp.data.indexed import COPY, IndexedReader, bin_path, blocks, chunks, flush, idx_path, place_pair, write_index
+from megadcp.data.file_bytes import COPY, chunks, flush
+from megadcp.data.indexed import IndexedReader, bin_path, blocks, idx_path, place_pair, write_index
 from megadcp.data.manifest import Counts, Manifest, Origin, load_manifest, manifest_path, shard_name
 
 Say = Callable[[str], None]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megadcp.config.check import UserError
-from megadcp.data.indexed import IndexedReader, bin_path, chunks
+from megadcp.data.file_bytes import chunks
+from megadcp.data.indexed import IndexedReader, bin_path
 from megadcp.data.preprocess_worker import part_path
 from megadcp.data.raw_parts import Part
 
