@@ -27,7 +27,7 @@ from megadcp.data.corpus import PieceTable, Source, fill_pieces, open_sources, o
 from megadcp.data.order_cache import OrderCache, Say
 from megadcp.data.shuffle import ORDER_VERSION, SourceOrder, Stretch
 from megadcp.data.step_documents import Documents, DocumentSource, StepDocuments, ValidationSet, unpack_ids
-from megadcp.data.stream import StreamSet, StreamSteps, eod_to_mask, open_stream
+from megadcp.data.stream import StreamSet, eod_to_mask, open_stream
 
 __all__ = ["DocumentSource", "Documents", "StepDocuments", "ValidationSet", "build_cache", "open_training", "open_validation"]
 
@@ -216,7 +216,6 @@ def build_cache(data: DataConfig, steps: int, say: Say = to_stderr) -> None:
     Small sources without data.cache need no files: every process makes their order in memory.
     """
     source = open_training(data, steps, say)
-    if isinstance(source, (DocumentSteps, StreamSteps)):
-        source.build()
+    source.build()
     for line in source.describe():
         say(line)

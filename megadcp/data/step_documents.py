@@ -60,6 +60,9 @@ class DocumentSource(Documents, Protocol):
     def step(self, index: int) -> StepDocuments:
         """The documents of optimizer step `index` (0 is the first), the same for any number of ranks."""
 
+    def build(self) -> None:
+        """Make the order of the whole run on disk where it is kept there, and check what is there already. By one process, before training."""
+
     def describe(self) -> list[str]:
         """Lines that tell a person what was decided: documents, tokens, skipped, cut, epochs, cache."""
 

@@ -86,6 +86,7 @@ def _open(config: Config, folder: RunFolder, console: Console) -> _Run:
             f"model.vocab={config.model.vocab} is below the tokenizer's {tokenizer.vocab_size} tokens; legal: {tokenizer.vocab_size} or more"
         )
     source = open_training(config.data, config.run.steps)
+    source.build()  # now, not in the middle of a step
     held_out = open_validation(config.data)
     planner = planner_for(config)
 

@@ -51,7 +51,7 @@ def test_the_default_is_the_quickstart() -> None:
     config = compose()
     assert config == compose(["experiment=quickstart"])
     assert (config.run.name, config.run.steps, config.data.max_length, config.data.tokens_per_step) == ("quickstart", 800, 512, 1024)
-    assert (config.optim.lr, config.optim.schedule, config.cluster.threads) == (6e-3, "cosine", 1)
+    assert (config.optim.lr, config.optim.schedule, config.cluster.threads) == (2e-3, "cosine", 1)
     assert config.data.prepare.kind == "python_library"
     assert config.data.train[0].prefix == "datasets/python_library/dataset"
     assert config.data.tokenizer.path == "datasets/python_library/tokenizer.model"

@@ -64,9 +64,9 @@ def test_experiments_survive_a_file(tmp_path: Path, experiment: str) -> None:
 
 def test_a_number_written_by_hand(tmp_path: Path) -> None:
     dump_run(compose(), tmp_path / "run.yaml")
-    text = (tmp_path / "run.yaml").read_text(encoding="utf-8").replace("lr: 0.006", "lr: 6e-3")
+    text = (tmp_path / "run.yaml").read_text(encoding="utf-8").replace("lr: 0.002", "lr: 2e-3")
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
-    assert load_run(tmp_path / "run.yaml").optim.lr == 6e-3
+    assert load_run(tmp_path / "run.yaml").optim.lr == 2e-3
 
 
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_differences_by_full_name() -> None:
     old, new = compose(), compose(["optim.lr=1e-3", "data.train=[{prefix: a}, {prefix: b}]", "model.rope.theta=5"])
     assert differences(old, old) == {}
     found = differences(old, new)
-    assert found["optim.lr"] == (0.006, 0.001)
+    assert found["optim.lr"] == (0.002, 0.001)
     assert found["model.rope.theta"] == (10000.0, 5.0)
     assert found["data.train[1].prefix"] == (None, "b")
     assert set(found) == {
