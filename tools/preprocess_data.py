@@ -31,6 +31,10 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """0: done; 1: bad input or a failure; 2: a request that can't be met."""
     asked = arguments().parse_args(argv)
+    if asked.workers > 1:
+        from megadcp.data.worker_server import warm_up
+
+        warm_up()  # does a worker's imports while this process does its own
     from megadcp.config.check import UserError
     from megadcp.data.preprocess import Preprocess, preprocess
     from megadcp.data.raw_files import InputError

@@ -17,7 +17,7 @@ from megadcp.config.check import UserError
 
 KINDS = {".jsonl": "jsonl", ".jsonl.gz": "gzip", ".jsonl.zst": "zstd", ".parquet": "parquet", ".txt": "text"}
 LEGAL = ", ".join(KINDS)
-READ = 1 << 20
+READ = 1 << 20  # bytes of an archive at a time
 
 
 class InputError(UserError):

@@ -54,7 +54,7 @@ def _lines_of(part: Part, span: Span, source: Source) -> Iterator[tuple[int, byt
     if part.text is not None:
         yield from _lines(io.BytesIO(part.text), everything, part.first_line == 1)
         return
-    with open(source.path, "rb", buffering=READ) as file:
+    with open(source.path, "rb", buffering=1 << 17) as file:
         if source.kind != "jsonl":
             yield from _lines(io.BufferedReader(_Blocks(decompressed(file, source)), READ), everything, True)
         elif span.start == 0:

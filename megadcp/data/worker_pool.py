@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megadcp.data import worker_server
 from megadcp.data.preprocess_worker import Failure, PartMaker, Recipe, worker_main
 from megadcp.data.raw_parts import Part
 
@@ -23,10 +23,10 @@ class WorkerPool:
     """`workers` processes; with one, the parts are made in this process. A context manager that leaves no process behind."""
 
     def __init__(self, recipe: Recipe, workers: int) -> None:
-        """Starts the processes (spawn: nothing of this one is inherited)."""
+        """Starts the processes; they inherit nothing of this one."""
         self.maker = PartMaker(recipe) if workers == 1 else None
         self.processes: dict[Connection, Any] = {}
-        context = multiprocessing.get_context("spawn")
+        context = worker_server.context()
         for _ in range(workers if workers > 1 else 0):
             ours, theirs = context.Pipe()
             process = context.Process(target=worker_main, args=(theirs, recipe), daemon=True)

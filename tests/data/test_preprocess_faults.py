@@ -302,16 +302,15 @@ def test_an_unexpected_fault_in_a_worker_is_told_with_its_traceback(tmp_path: Pa
     assert "FileExistsError" in failure.message
 
 
-def children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`."""
-    found = []
+def workers_of(pid: int) -> list[int]:
+    """The worker processes of a tool: the grandchildren, forked from the server that it started."""
+    parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if int(entry.read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                found.append(int(entry.parent.name))
+            parents[int(entry.parent.name)] = int(entry.read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):
             continue
-    return found
+    return [process for process, parent in parents.items() if parents.get(parent) == pid]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the workers")
@@ -324,7 +323,7 @@ def test_killing_processes_of_the_tool(tmp_path: Path, victim: str) -> None:
     deadline = time.monotonic() + 60
     while not any((tmp_path / "out.parts").glob("*.json")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
-    workers = [child for child in children(process.pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    workers = workers_of(process.pid)
     assert len(workers) == 2
     os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
     _, error = process.communicate(timeout=60)
