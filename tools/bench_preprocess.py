@@ -32,6 +32,7 @@ import numpy as np
 import sentencepiece
 from benchmark import interleaved, machine
 
+from megadcp.config.check import UserError
 from megadcp.data.indexed import IndexedReader, dtype_for_vocab
 from megadcp.data.python_library import collect, write_corpus
 from megadcp.data.train_tokenizer import TrainSettings, train
@@ -146,6 +147,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kinds", nargs="+", default=["bpe", "unigram"], choices=["bpe", "unigram"])
     parser.add_argument("--out", default="", help="markdown file to write the table to")
     asked = parser.parse_args(argv)
+    try:
+        return run(asked)
+    except UserError as fault:  # a vocabulary that the corpus can't fill, for instance
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Build the corpus, measure each kind of tokenizer, print, write."""
     with tempfile.TemporaryDirectory(prefix="bench-preprocess-") as name:
         folder = Path(name)
         found = collect(int(asked.megabytes * 1e6))

@@ -15,12 +15,12 @@ COPY = 1 << 23  # bytes at a time
 
 def chunks(path: Path) -> Iterator[memoryview]:
     """A file in pieces of at most COPY bytes, each valid until the next is asked for. Holes of sparse files are not read."""
-    buffer, zeros = bytearray(COPY), bytes(COPY)  # one buffer for all: a fresh one each time costs far more than reading
     with open(path, "rb", buffering=0) as file:
         size, position = os.fstat(file.fileno()).st_size, 0
+        buffer = bytearray(min(COPY, size))  # one for all: a fresh one each time costs far more than reading
         while position < size:
             if _next_data(file.fileno(), position, size) >= position + COPY:
-                yield memoryview(zeros)
+                yield memoryview(bytes(COPY))
                 position += COPY
                 continue
             file.seek(position)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from preprocess_helpers import EOD, TEXTS, lines, run, write
 
 from megadcp.data.indexed import IndexedReader, IndexedWriter
 from megadcp.data.merge import merge
+from megadcp.data.tokenizer import BytesTokenizer
 
 pytestmark = pytest.mark.peer
 
@@ -63,6 +65,18 @@ def test_one_document_at_a_time_as_their_tool_does(peer, tmp_path: Path) -> None
     with IndexedWriter(tmp_path / "ours", np.uint16) as writer:
         writer.add_many(np.concatenate([np.array(text, np.int32) for text in texts]), [len(text) for text in texts])
     assert same(a, str(tmp_path / "ours"))
+
+
+def test_preprocessing_gives_their_bytes(peer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The whole way from text, shards and workers included, against their builder fed document by document."""
+    texts = [*TEXTS, "", "\u2028", "x" * 70_000]
+    source = write(tmp_path / "in.jsonl", lines(texts))
+    for shard in range(2):
+        run(source, tmp_path / f"s{shard}", append_eod=True, shard=(shard, 2), workers=2, part_size=700)
+    merge([str(tmp_path / "s0"), str(tmp_path / "s1")], str(tmp_path / "ours"), False, lambda line: None)
+    encode = BytesTokenizer().encode
+    documents = [([*encode(text), EOD], [len(encode(text)) + 1]) if text else ([], []) for text in texts]
+    assert same(theirs(peer, tmp_path / "theirs", "uint16", documents), str(tmp_path / "ours"))
 
 
 def test_merging_equals_their_merging(peer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
