@@ -1,6 +1,6 @@
 """A whole training step against transformers' LlamaForCausalLM of the same shape in a plain PyTorch loop, in one run.
 
-`python tools/benchmark.py step [--dtype fp32|bf16] [--size tiny|small] [--tokens N] [--max-length N] [--threads N] [--steps N] [--repeats N]`
+`python tools/benchmark.py step [--dtype fp32|bf16] [--size tiny|small] [--tokens N] [--max-length N] [options]`
 
 Both sides start from the same weights and see the same packed documents (lognormal lengths), format and number of threads, and run forward,
 backward, clipping to norm 1 and fused AdamW. Making plans and batches is outside the clock on both sides; proving the plan is inside on ours.
@@ -223,6 +223,7 @@ def measure(options: argparse.Namespace, precision: str) -> None:
         base,
         model=SIZES[options.size],
         data=data,
+        plan=dataclasses.replace(base.plan, pack_tokens=options.pack_tokens),
         precision=dataclasses.replace(base.precision, format=precision),
         optim=dataclasses.replace(base.optim, clip_norm=1.0),
     )
@@ -253,6 +254,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens a step")
     parser.add_argument("--max-length", type=int, default=512, help="longest document")
+    parser.add_argument("--pack-tokens", type=int, default=0, help="this trainer's plan.pack_tokens (default 0: memory decides)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4, help="different batches in a turn")
     parser.add_argument("--repeats", type=int, default=7, help="turns")
