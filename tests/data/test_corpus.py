@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megadcp.data.indexed import IndexedReader
 from order_helpers import data_config, write_lengths, write_pair
 
 from megadcp.config.check import UserError
 from megadcp.config.schema import SourceConfig
 from megadcp.data import corpus
 from megadcp.data.corpus import DocumentFile, PieceTable, fill_pieces, open_sources, open_train_sources, split_ranges, split_table
+from megadcp.data.indexed import IndexedReader
 from megadcp.data.step_documents import IGNORE, PIECES, SOURCES, pack_ids, unpack_ids
 
 
