@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megadcp.config.check import UserError
+from megadcp.config.schema import DataConfig
 from megadcp.data.raw_files import Source
 
 VERSION = 1
@@ -116,3 +117,23 @@ def load_manifest(prefix: str | os.PathLike[str]) -> Manifest | None:
         return Manifest(described["key"], described["dtype"], Counts(**described["counts"]), described["bin_crc32"], made)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"{path} is no manifest of a dataset ({error!r}); move it away, or choose another prefix") from error
+
+
+def refuse_other_tokenizers(data: DataConfig, fingerprint: str | None) -> None:
+    """UserError if a source was made by another tokenizer than the run's (`fingerprint`), or by another than the first source's.
+
+    Pairs without a manifest (made by other programs) can't be checked and are passed over.
+    """
+    expected, by = fingerprint, f"data.tokenizer ({data.tokenizer.kind} {data.tokenizer.path})".replace(" )", ")")
+    for source in (*data.train, *data.validation):
+        manifest = load_manifest(source.prefix)
+        found = manifest.origin.tokenizer.get("fingerprint") if manifest else None
+        if found is None:
+            continue
+        if expected is None:
+            expected, by = found, f"{source.prefix}"
+        if found != expected:
+            raise UserError(
+                f"{source.prefix} was made by tokenizer {found[:12]} (says {manifest_path(source.prefix)}), {by} has {expected[:12]}: the same id "
+                "means other text; preprocess the source again with the run's tokenizer, or name the tokenizer that made it"
+            )

@@ -2,7 +2,7 @@
 
 A part is a list of spans, each the lines of a file that BEGIN in a byte range, the row groups of a Parquet file, or a whole file: any
 cut gives the same records in the same order, so shards, parts and workers leave no trace in the output. The cut depends on the input
-and the shard alone, so a resumed run finds its parts again. One part is about 1/256 of the input, 512 KiB to 64 MiB.
+and the shard alone, so a resumed run finds its parts again. One part is about 1/256 of the input, 1 to 64 MiB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Part:
 
 def part_bytes(total: int) -> int:
     """Size of a part: small enough to share out evenly, large enough to be few. Depends on nothing but the input, so a resumed run cuts alike."""
-    return max(min(max(total // 256, 1 << 19), 1 << 26), total // 20_000)
+    return max(min(max(total // 256, 1 << 20), 1 << 26), total // 20_000)
 
 
 def shard_range(total: int, shard: tuple[int, int]) -> tuple[int, int]:

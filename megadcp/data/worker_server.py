@@ -14,7 +14,7 @@ def context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["megadcp.data.preprocess_worker"])
+    found.set_forkserver_preload(["megadcp.data.preprocess_worker", "sentencepiece"])
     return found
 
 

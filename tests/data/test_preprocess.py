@@ -72,7 +72,7 @@ def test_any_cut_gives_all_records_once(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_size_of_a_part() -> None:
-    assert part_bytes(0) == part_bytes(40_000_000) == 1 << 19
+    assert part_bytes(0) == part_bytes(40_000_000) == 1 << 20
     assert part_bytes(1 << 32) == 1 << 24
     assert part_bytes(1 << 37) == 1 << 26
     assert 10**13 // part_bytes(10**13) <= 20_000
