@@ -49,7 +49,7 @@ def check_runnable(config: Config) -> None:
     if reasons:
         raise UserError(
             f"this version trains on one rank, in fp32 or bf16, but the config asks for {', '.join(reasons)}; "
-            f"it can be composed and printed (--cfg job), to train here set {' '.join(ways)}"
+            f"it can be composed and printed (--cfg job); hardware must be the machine's own (hardware=cpu without a GPU); to train here set {' '.join(ways)}"
         )
 
 
@@ -220,6 +220,8 @@ def _stages(config: Config) -> None:
 # ------------------------------------------------------------------------------------------------------------------- data
 def _data(config: Config) -> None:
     data = config.data
+    if data.mode == "documents" and data.max_length < 2:
+        raise UserError(f"data.max_length={data.max_length} leaves no token with a next token to predict; legal here: 2 or more")
     if data.tokens_per_step < data.max_length:
         raise UserError(
             f"data.tokens_per_step={data.tokens_per_step} can't hold a document of data.max_length={data.max_length}; "

@@ -90,7 +90,10 @@ def save(run: RunFolder, step: int, tensors: Mapping[str, Mapping[str, Tensor]],
 
 def _write(draft: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> None:
     for name in TENSOR_FILES:
-        save_file({key: tensor.detach().contiguous() for key, tensor in tensors[name].items()}, draft / f"{name}.safetensors")
+        try:
+            save_file({key: tensor.detach().contiguous() for key, tensor in tensors[name].items()}, draft / f"{name}.safetensors")
+        except SafetensorError as error:  # a full disk among others: safetensors has no error of its own for it
+            raise CheckpointError(f"{draft / name}.safetensors can't be written: {error}") from error
         with open(draft / f"{name}.safetensors", "rb+") as file:
             os.fsync(file.fileno())
     write_json(draft / META, {"format": FORMAT, **meta})

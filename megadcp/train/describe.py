@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,7 @@ def describe(
         describe_schedule(config.optim, config.run.steps, config.run.steps * config.data.tokens_per_step),
         _optimizer(config),
         _device(config, device),
+        *_memory(config, device),
         _mfu(config, device),
         _checkpoints(config),
     ]
@@ -76,6 +78,21 @@ def _device(config: Config, device: torch.device) -> str:
     weights = "weights bf16 with fp32 masters, gradients summed in fp32" if narrow else "weights, gradients and optimizer fp32"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     return f"device: {where}; precision {config.precision.format} ({weights}); torch {torch.__version__}"
+
+
+def _memory(config: Config, device: torch.device) -> list[str]:
+    """A warning where plans may fill more memory than there is."""
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    planned = config.hardware.memory_bytes * config.hardware.usable_fraction
+    if planned <= there:
+        return []
+    return [
+        f"WARNING: plans may fill {planned / 1e9:.4g} GB (hardware.memory_bytes * usable_fraction of {config.hardware.name}), but this machine has "
+        f"{there / 1e9:.4g} GB; set hardware.memory_bytes={there * 0.8:.3g} or take the hardware profile of this machine"
+    ]
 
 
 def _mfu(config: Config, device: torch.device) -> str:

@@ -8,6 +8,7 @@ run.steps may change while that leaves the steps already done as they are (`_ref
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,10 @@ def start(config: Config) -> int:
     folder = Path(config.run.folder) / config.run.name
     if _exists(folder, config):
         changed = changes(folder, config)
-        if finished(folder) and "run.steps" not in changed:
+        if finished(folder, config) and "run.steps" not in changed:
             return _show(folder)
     _prepare(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     with _only_process(folder):
         _freeze(folder, config)
         from megadcp.train.loop import train  # torch: a second late, so only when there is something to train
@@ -47,9 +48,21 @@ def start(config: Config) -> int:
         return train(config, folder)
 
 
-def finished(folder: Path) -> bool:
-    """Whether the run in `folder` has come to its end; result.json is written last."""
-    return (folder / "result.json").is_file()
+def finished(folder: Path, config: Config) -> bool:
+    """Whether the run in `folder` has come to its end; result.json is written last. One of fewer steps than asked for is no end."""
+    try:
+        steps = json.loads((folder / "result.json").read_text(encoding="utf-8")).get("steps")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, AttributeError):
+        return True  # showing it says what is wrong with it
+    return not isinstance(steps, int) or steps >= config.run.steps
+
+
+def _began(folder: Path) -> bool:
+    """Whether anything was trained here; a run that was refused before its first step may be started with other settings."""
+    metrics = folder / "metrics.jsonl"
+    return bool(_steps_done(folder)) or (folder / "result.json").exists() or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -62,7 +75,7 @@ def changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     changed = differences(old, config)
     reason = _refuses_steps(folder, old, config) if "run.steps" in changed else ""
     refused = {key: pair for key, pair in changed.items() if not key.startswith(FREE) and (key != "run.steps" or reason)}
-    if refused:
+    if refused and _began(folder):
         listed = ", ".join(f"{key}: {before} -> {after}" for key, (before, after) in refused.items())
         because = f" (run.steps can't change: {reason})" if reason else ""
         raise UserError(
@@ -132,6 +145,17 @@ def _show(folder: Path) -> int:
 
     show_result(folder, _say)
     return 0
+
+
+def _make(folder: Path) -> None:
+    """Make the run folder; what the system refuses here is one clear line."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()
+    except OSError as error:
+        raise UserError(
+            f"the run folder {folder} can't be written ({error.strerror}: {error.filename}); set run.folder to a folder you may write to"
+        ) from None
 
 
 @contextmanager

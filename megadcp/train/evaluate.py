@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,10 +52,13 @@ def evaluate(model: nn.Module, held_out: ValidationSet, plan_for: PlanFor, max_t
     return Validation(held_out.name, loss_sum / targets if targets else float("nan"), targets, time.perf_counter() - begin)
 
 
-def count_targets_of_training(source: DocumentSource, vocab: int, most_tokens: int = COUNTED_TOKENS) -> np.ndarray:
-    """How often each token is a target in the training data, int64 [vocab]: one epoch from its start, or its first `most_tokens`."""
+def count_targets_of_training(source: DocumentSource, vocab: int, most_tokens: int = COUNTED_TOKENS, most_steps: float = math.inf) -> np.ndarray:
+    """How often each token is a target in the training data, int64 [vocab]: one epoch from its start, or its first tokens or steps.
+
+    most_steps: the steps there are (a stream ends with its run; documents go on).
+    """
     counts, seen, index = np.zeros(vocab, np.int64), 0, 0
-    while seen < most_tokens:
+    while seen < most_tokens and index < most_steps:
         documents = source.step(index)
         if documents.epoch >= 1.0:
             break

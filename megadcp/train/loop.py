@@ -6,6 +6,7 @@ to the caller); 75 stopped by SIGINT or SIGTERM after saving: the same command g
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from megadcp.config.check import UserError
 from megadcp.config.run_file import differences, from_dict
 from megadcp.config.schema import Config
 from megadcp.data.batch import LoadedStep, StepLoader
+from megadcp.data.manifest import refuse_other_tokenizers
 from megadcp.data.order import open_training, open_validation
 from megadcp.data.step_documents import DocumentSource, StepDocuments, ValidationSet
 from megadcp.data.tokenizer import Tokenizer, open_tokenizer
@@ -85,6 +87,7 @@ def _open(config: Config, folder: RunFolder, console: Console) -> _Run:
         raise UserError(
             f"model.vocab={config.model.vocab} is below the tokenizer's {tokenizer.vocab_size} tokens; legal: {tokenizer.vocab_size} or more"
         )
+    refuse_other_tokenizers(config.data, None if tokenizer is None else tokenizer.fingerprint)
     source = open_training(config.data, config.run.steps)
     source.build()  # now, not in the middle of a step
     held_out = open_validation(config.data)
@@ -245,7 +248,8 @@ def _finish(run: _Run) -> None:
     config = run.config
     entropy: dict[str, float] = {}
     if run.held_out:
-        counts = count_targets_of_training(run.source, config.model.vocab)
+        last = config.run.steps if config.data.mode == "stream" else math.inf
+        counts = count_targets_of_training(run.source, config.model.vocab, most_steps=last)
         entropy = {one.name: unigram_entropy(counts, one, config.run.validate_tokens) for one in run.held_out}
     draw(run.folder, config)
     sample = ""

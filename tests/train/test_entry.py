@@ -230,3 +230,37 @@ def test_only_one_process_trains_in_a_folder(trainer: Trainer) -> None:
     with entry._only_process(Path("runs/a")):
         assert "another process is training in runs/a" in refused(config())
     assert entry.start(config()) == 75
+
+
+def test_a_result_of_fewer_steps_is_no_end(trainer: Trainer) -> None:
+    """An extension that failed after run.yaml was rewritten must not be taken for a finished run."""
+    rate = {"schedule": "constant"}
+    assert entry.start(config(optim=rate)) == 0
+    trainer.stop_at = 10
+    assert entry.start(config(optim=rate, run={"steps": 20})) == 75
+    trainer.stop_at = 0
+    assert (load_run(Path("runs/a")).run.steps, json.loads(Path("runs/a/result.json").read_text())["steps"]) == (20, 10)
+    assert entry.start(config(optim=rate, run={"steps": 20})) == 0
+    assert trainer.events.count("train") == 3
+    assert "show" not in trainer.events
+
+
+def test_a_run_refused_before_its_first_step_does_not_hold_its_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Config, folder: Path) -> int:
+        raise UserError("the data can't be opened")
+
+    monkeypatch.setattr(sys.modules["megadcp.train.loop"], "train", refuse)
+    with pytest.raises(UserError, match="can't be opened"):
+        entry.start(config())
+    monkeypatch.setattr(sys.modules["megadcp.train.loop"], "train", trainer.train)
+    assert entry.start(config(data={"train": [{"prefix": "right"}]})) == 0
+    assert load_run(Path("runs/a")).data.train[0].prefix == "right"
+    with pytest.raises(UserError, match="run with other settings"):
+        entry.start(config())
+
+
+def test_a_run_folder_that_can_not_be_written(trainer: Trainer) -> None:
+    Path("afile").write_text("")
+    with pytest.raises(UserError, match="run folder afile/a can't be written"):
+        entry.start(config(run={"folder": "afile"}))
+    assert "train" not in trainer.events

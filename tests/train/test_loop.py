@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from train_helpers import config, write_corpus
 
 from megadcp.config.check import UserError
-from megadcp.config.schema import Config, TokenizerConfig
+from megadcp.config.schema import Config, SourceConfig, TokenizerConfig
+from megadcp.data.manifest import Counts, Manifest, Origin
+from megadcp.data.tokenizer import open_tokenizer
 from megadcp.plan.plan_file import read_plans
 from megadcp.train import checkpoint, loop
 from megadcp.train.finish import show_result
@@ -331,3 +335,38 @@ def test_threads_are_put_back(prefix, tmp_path):
     before = torch.get_num_threads()
     train(config(prefix, run={"steps": 1}, cluster={"threads": before + 1}), tmp_path / "run")
     assert torch.get_num_threads() == before
+
+
+def test_stream_mode_runs_to_its_end(prefix, tmp_path, capsys):
+    setup = config(prefix, data={"mode": "stream", "max_length": 64}, run={"steps": 4}, plan={"pack_tokens": 0})
+    assert train(setup, tmp_path / "run") == FINISHED
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["steps"] == 4
+    assert 1 < result["unigram_entropy"]["words"] < math.log(260)
+    assert "Run test is finished: 4 steps" in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_in_a_save_is_a_failure(prefix, tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert train(config(prefix), tmp_path / "run") == FAILED
+    assert re.search(r"FAILED after step 5: .*safetensors can't be written: .*No space left", capsys.readouterr().out)
+
+
+def test_data_of_another_tokenizer_is_refused(prefix, tmp_path):
+    """The manifest beside the data says what made it; ids of another tokenizer mean other text."""
+    for name, tokenizer in (("ours", open_tokenizer("bytes", "").fingerprint), ("theirs", "f" * 64)):
+        for ending in ("bin", "idx"):
+            shutil.copy(f"{prefix}.{ending}", tmp_path / f"{name}.{ending}")
+        origin = Origin(("text",), {"fingerprint": tokenizer}, True, (), (0, 1))
+        Manifest("text", "uint16", Counts(), 0, origin).save(tmp_path / name)
+    ours, theirs = (SourceConfig(str(tmp_path / name), 1.0, name) for name in ("ours", "theirs"))
+    (tmp_path / "run").mkdir()
+    refuses(config(prefix, data={"train": (theirs,)}), tmp_path / "run", "theirs was made by tokenizer ffffffffffff")
+    refuses(config(prefix, data={"validation": (theirs,)}), tmp_path / "run", "theirs was made by tokenizer ffffffffffff")
+    untold = TokenizerConfig()
+    refuses(config(prefix, data={"train": (ours, theirs), "tokenizer": untold}), tmp_path / "run", "theirs was made by tokenizer ffffffffffff")
+    setup = config(prefix, data={"train": (ours,)}, run={"steps": 1})
+    assert train(setup, tmp_path / "run") == FINISHED
