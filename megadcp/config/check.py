@@ -49,7 +49,8 @@ def check_runnable(config: Config) -> None:
     if reasons:
         raise UserError(
             f"this version trains on one rank, in fp32 or bf16, but the config asks for {', '.join(reasons)}; "
-            f"it can be composed and printed (--cfg job); hardware must be the machine's own (hardware=cpu without a GPU); to train here set {' '.join(ways)}"
+            f"it can be composed and printed (--cfg job); hardware must be the machine's own (hardware=cpu without a GPU); "
+            f"to train here set {' '.join(ways)}"
         )
 
 
