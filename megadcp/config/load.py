@@ -39,6 +39,7 @@ __all__ = ["command_line", "compose", "dump_run", "find_configs", "load_run", "t
 
 KEYWORDS = ("optional", "override")  # what may stand before a group in a defaults list
 INTERRUPTED = 130
+BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
 
 def find_configs() -> Path:
@@ -102,6 +103,9 @@ def reported(action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where this one stopped", file=sys.stderr, flush=True)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output (head, less) has left: nobody is there for a traceback, or for Python's last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 @dataclasses.dataclass(frozen=True)

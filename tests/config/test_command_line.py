@@ -227,3 +227,12 @@ def test_the_program_shows_a_large_experiment_from_any_folder(tmp_path: Path) ->
     assert "layers: 80" in done.stdout
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    program = "import sys; from megadcp.config.load import reported; sys.exit(reported(lambda: print('line', flush=True) or 0))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
