@@ -5,7 +5,8 @@
     python pretrain_gpt.py optim.lr=3e-3 run.name=faster    a run of your own
     python pretrain_gpt.py -m optim.lr=1e-3,3e-3,1e-2       one run after another, each in a folder of its own
 
-The same command resumes an unfinished run and shows the result of a finished one. Exit codes: 0 done, 2 the request is wrong.
+The same command resumes an unfinished run and shows the result of a finished one. Exit codes: 0 done, 1 failed, 2 the request is
+wrong, 75 stopped by a signal after saving.
 """
 
 import sys
