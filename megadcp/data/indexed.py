@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 
@@ -238,7 +238,42 @@ def blocks(values: Any, step: int = BLOCK) -> Iterator[np.ndarray]:
         yield np.asarray(values[begin : begin + step])
 
 
-class IndexedWriter:
+class PairDraft:
+    """A pair under temporary names until finish(). As a context manager: finished on a clean exit, nothing left behind on an exception."""
+
+    def __init__(self, prefix: str | os.PathLike[str], temporary: Sequence[Path] = ()) -> None:
+        """temporary: names of .bin and .idx until finish(), on the same file system; by default hidden ones beside the final ones."""
+        self.prefix = os.fspath(prefix)
+        hidden = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (bin_path(prefix), idx_path(prefix))]
+        self._temporary = list(temporary) or hidden
+        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] | None = open(self._temporary[0], "wb")  # noqa: SIM115 - lives as long as the draft
+
+    def finish(self) -> None:
+        """Complete both files and give them their names."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Remove the temporary files; nothing remains."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        for path in self._temporary:
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        """The draft itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Finish, or after an exception discard."""
+        if kind is None:
+            self.finish()
+        else:
+            self.discard()
+
+
+class IndexedWriter(PairDraft):
     """Writes PREFIX.bin and PREFIX.idx under temporary names in the same folder and renames both in finish().
 
     As a context manager it finishes on a clean exit and leaves nothing behind on an exception. Memory: 4 bytes a sequence, and 8 a
@@ -247,18 +282,15 @@ class IndexedWriter:
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any, sync: bool = True) -> None:
         """sync=False leaves it to the system when the bytes reach the disk (for files that can be made again)."""
-        self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         dtype_code(self.dtype)
+        super().__init__(prefix)
         self._sync = sync
         self._info = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
         self._lengths = array("i")
         self._entries: array[int] | None = None  # document index, kept once it is not 0, 1, 2, ...
         self._documents = 0
         self.tokens_total = self.crc32 = 0  # the checksum is that of .bin
-        self._temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (bin_path(prefix), idx_path(prefix))]
-        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] | None = open(self._temporary[0], "wb")  # noqa: SIM115 - lives as long as the writer
 
     @property
     def sequences(self) -> int:
@@ -361,25 +393,6 @@ class IndexedWriter:
             return
         for begin in range(0, self._documents + 1, BLOCK):
             yield np.arange(begin, min(begin + BLOCK, self._documents + 1), dtype=np.int64)
-
-    def discard(self) -> None:
-        """Remove the temporary files; nothing remains."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        for path in self._temporary:
-            path.unlink(missing_ok=True)
-
-    def __enter__(self) -> IndexedWriter:
-        """The writer itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Finish, or after an exception discard."""
-        if kind is None:
-            self.finish()
-        else:
-            self.discard()
 
 
 def place_pair(temporary: Sequence[Path], prefix: str | os.PathLike[str]) -> None:

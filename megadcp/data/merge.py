@@ -10,36 +10,28 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from megadcp.config.check import UserError
 from megadcp.data.file_bytes import COPY, chunks, flush
-from megadcp.data.indexed import IndexedReader, bin_path, blocks, idx_path, place_pair, write_index
+from megadcp.data.indexed import IndexedReader, PairDraft, bin_path, blocks, idx_path, place_pair, write_index
 from megadcp.data.manifest import Counts, Manifest, Origin, load_manifest, manifest_path, shard_name
 
 Say = Callable[[str], None]
 
 
-class PairAppender:
+class PairAppender(PairDraft):
     """Writes PREFIX.bin/.idx out of whole pairs, under temporary names until finish(). Leaves nothing behind on failure."""
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any, temporary: Sequence[Path] = (), checksum: bool = True) -> None:
-        """temporary: names of .bin and .idx until finish(), on the same file system; by default hidden ones beside the final ones.
-
-        checksum=False leaves crc32 at 0 and saves its time.
-        """
-        self.prefix = os.fspath(prefix)
+        """checksum=False leaves crc32 at 0 and saves its time; temporary as in PairDraft."""
+        super().__init__(prefix, temporary)
         self.dtype = np.dtype(dtype)
         self.crc32, self._checksum = 0, checksum
         self.tokens = self.sequences = self.documents = self.empty = 0
         self._prefixes: list[str] = []
-        hidden = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (bin_path(prefix), idx_path(prefix))]
-        self._temporary = list(temporary) or hidden
-        bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] | None = open(self._temporary[0], "wb")  # noqa: SIM115 - lives as long as this
 
     def append(self, prefix: str | os.PathLike[str], crc32: int | None = None) -> None:
         """Add a pair; with crc32, its .bin must have that checksum."""
@@ -93,23 +85,6 @@ class PairAppender:
             for block in blocks(reader.document_index[1:]):
                 yield block + sequences
             sequences += len(reader)
-
-    def discard(self) -> None:
-        """Remove the temporary files."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        for path in self._temporary:
-            path.unlink(missing_ok=True)
-
-    def __enter__(self) -> PairAppender:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
-            self.finish()
-        else:
-            self.discard()
 
 
 def rejects_path(prefix: str | os.PathLike[str]) -> Path:
