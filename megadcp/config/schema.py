@@ -138,11 +138,15 @@ class ParallelConfig:
 class PlanConfig:
     """How the planner works."""
 
-    policy: str = setting("pack", "name", "pack: one lane, whole documents up to pack_tokens", ("pack",))
+    policy: str = setting("joint", "name", "joint: chosen per microbatch; static: all documents alike, for comparison", ("joint", "static"))
     pack_tokens: int = setting(0, "tokens", "most tokens of one microbatch; 0 lets memory decide")
     recompute: str = setting("auto", "name", "auto: the cheapest level that fits", ("auto", "none", "selective", "mlp", "full"))
     recompute_layers: int = setting(0, "layers", "layers per stage at a named level; 0 is all")
+    lane_speed: tuple[float, ...] = setting((), "1", "relative speed of each lane, 1 is the profile's; empty: all alike")
     ahead: int = setting(2, "steps", "plans and batches kept ready before they are needed")
+    worker: str = setting("process", "name", "who plans ahead: a process of its own, or a thread of the trainer", ("process", "thread"))
+    worker_death: str = setting("stop", "name", "when the planning process dies: stop the run, or plan on in the trainer", ("stop", "replace"))
+    compress: bool = setting(False, "flag", "write plans.jsonl.zst instead of plans.jsonl; needs zstandard")
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ def basis_from(config: Config) -> Basis:
         precision=precision,
         unit=unit_of(precision),
         profile=profile,
+        lane_speed=tuple(float(f"{speed:.9g}") for speed in config.plan.lane_speed),
     )
     if basis.problem():
         raise UserError(basis.problem())

@@ -29,8 +29,8 @@ BALANCED_TRIES = 6  # packings into a given number of packs, between the fewest 
 
 def planner_for(config: Config) -> Callable[[int, Sequence[int]], StepPlan]:
     """The planner of a run: (step, lengths of its documents in the sampler's order) -> plan. UserError if the run can't be planned."""
-    if config.plan.policy != "pack":
-        raise UserError(f"plan.policy={config.plan.policy} is not known; legal here: pack")
+    if config.plan.policy not in ("joint", "static"):
+        raise UserError(f"plan.policy={config.plan.policy} is not known; legal here: joint, static")
     return PackPlanner(config)
 
 
@@ -52,7 +52,7 @@ class PackPlanner:
         layout = self.basis.layout
         if layout.lanes > 1 or layout.pp > 1:
             raise UserError(
-                f"plan.policy=pack plans for one lane without pipeline stages, but this job has {layout.lanes} lanes and parallel.pp={layout.pp}; "
+                f"plan.policy=joint plans for one lane without pipeline stages, but this job has {layout.lanes} lanes and parallel.pp={layout.pp}; "
                 "the planner for more than that is not there yet; legal here: parallel.pp=1 and as many ranks as parallel.tp"
             )
         self.cost, self.memory = CostModel(self.basis), MemoryModel(self.basis)
@@ -92,7 +92,7 @@ class PackPlanner:
             (round_bytes(self.memory.static(0, 0) + self.memory.peaks(microbatches)[0]),),
             round_down(lower_bound(self.basis, lengths)),
             round_seconds(static_seconds),
-            "pack",
+            "joint",
         )
         return self._plan(step, lengths, microbatches, predicted)
 

@@ -104,7 +104,7 @@ def test_a_finished_run_has_everything(whole, capsys):
 def test_it_says_what_it_decided_and_how_it_goes(prefix, tmp_path, capsys):
     assert train(config(prefix, run={"steps": 2}), tmp_path / "run") == FINISHED
     said = capsys.readouterr().out
-    for start in ("model: 2 layers", "tokenizer: bytes", "data: words", "plan: policy pack", "learning rate: cosine", "device: CPU", "mfu: not"):
+    for start in ("model: 2 layers", "tokenizer: bytes", "data: words", "plan: policy joint", "learning rate: cosine", "device: CPU", "mfu: not"):
         assert any(line.startswith(start) for line in said.splitlines()), start
     line = next(line for line in said.splitlines() if line.startswith("step 2/2"))
     fields = [field.split()[0] if not field[0].isdigit() else field.split()[-1] for field in line.split(" | ")]
