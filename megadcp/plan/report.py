@@ -51,7 +51,8 @@ def summary_lines(basis: Basis, steps: Sequence[Figures], beside: Beside) -> lis
         *_recompute(basis, _together([one.recompute for one in steps])),
         *(("memory", line) for line in _memory(basis, steps)),
         ("step", _seconds(steps)),
-        ("throughput", _throughput(basis, steps, beside)),
+        ("throughput", f"{tokens_per_second(steps):,.0f} tokens/s, {tokens_per_second(steps) / ranks(basis):,.0f} per device"),
+        ("MFU", _mfu(basis, steps, beside)),
         ("idle", f"{_spread(steps, [100 * one.idle for one in steps], '{:.1f}%')} of all lanes' time is spent waiting" + _pipeline(basis)),
         ("bound", _ratio(steps, [one.bound for one in steps], "the universal lower bound")),
     ]
@@ -148,15 +149,13 @@ def _seconds(steps: Sequence[Figures]) -> str:
     return f"{whole}: {makespan} + {rest:.3g} s of gradient reduction and optimizer"
 
 
-def _throughput(basis: Basis, steps: Sequence[Figures], beside: Beside) -> str:
-    rate, flops = tokens_per_second(steps), flops_per_device(basis, steps)
-    line = f"{rate:,.0f} tokens/s, {rate / ranks(basis):,.0f} per device; {flops / 1e12:.4g} TFLOP/s per device, "
+def _mfu(basis: Basis, steps: Sequence[Figures], beside: Beside) -> str:
+    flops = flops_per_device(basis, steps)
     if beside.peak_flops is None:
-        return line + f"MFU not stated: no peak is known of hardware {beside.hardware}".rstrip()
-    return line + (
-        f"MFU {100 * flops / beside.peak_flops:.1f}% of {beside.peak_flops / 1e12:.4g} (dense bf16) in model FLOPs: real tokens, causal attention, "
-        "no recompute"
-    )
+        share = f"not stated, no peak is known of {beside.hardware or 'this hardware'}; {flops / 1e12:.4g} TFLOP/s per device"
+    else:
+        share = f"{100 * flops / beside.peak_flops:.1f}%: {flops / 1e12:.4g} of {beside.peak_flops / 1e12:.4g} TFLOP/s (dense bf16) per device"
+    return share + " in model FLOPs (real tokens, causal attention, no recompute)"
 
 
 def _pipeline(basis: Basis) -> str:
@@ -165,7 +164,7 @@ def _pipeline(basis: Basis) -> str:
 
 def _ratio(steps: Sequence[Figures], bounds: Sequence[float], name: str) -> str:
     ratios = [one.makespan / bound for one, bound in zip(steps, bounds, strict=True)]
-    shown = f"the makespan is {_spread(steps, ratios, '{:.3f}')} x {name}"
+    shown = f"makespan {_spread(steps, ratios, '{:.3f}')} x {name}"
     return shown + (f" ({bounds[0]:.4g} s)" if len(steps) == 1 else "")
 
 
