@@ -1,8 +1,11 @@
 import random
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megadcp.plan.packing import balanced, first_fit, longest_first, pad
+from megadcp.plan.packing import LongestFirst, PackSizes, balanced, first_fit, longest_first, pad
 
 
 def test_padding_by_hand():
@@ -47,6 +50,27 @@ def test_first_fit_equals_a_naive_search():
         capacity = rng.choice([0, 1, 10, 60, 99, 100, 101, 300, 10**6])
         order = longest_first(lengths) if rng.random() < 0.7 else list(range(len(lengths)))
         assert first_fit(order, lengths, capacity) == naive_first_fit(order, lengths, capacity)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.integers(1, 8), st.integers(1, 200)), min_size=1, max_size=80), st.lists(st.integers(0, 400), min_size=1, max_size=3))
+def test_filling_one_pack_after_the_other_is_first_fit(lengths, capacities):
+    order = longest_first(lengths)
+    packing = LongestFirst(order, lengths)
+    for capacity in capacities:  # one object serves them all
+        assert packing.packs(capacity) == naive_first_fit(order, lengths, capacity)
+
+
+@pytest.mark.parametrize("large", [1, 2**31])
+@pytest.mark.parametrize(("cp", "align"), [(1, 1), (1, 16), (2, 1), (4, 3), (8, 128), (2, 1024)])
+def test_padded_sums_of_many_packs(cp, align, large):
+    rng = random.Random(cp * align)
+    lengths = [rng.randint(1, 300) * large for _ in range(60)]
+    packs = naive_first_fit(longest_first(lengths), lengths, 700 * large)
+    tokens, squares = PackSizes(packs, np.array(lengths)).padded(cp, align)
+    padded = [pad([lengths[document] for document in pack], cp, align) for pack in packs]
+    assert tokens.tolist() == [sum(one) for one in padded]
+    assert squares.tolist() == [float(sum(length * length for length in one)) for one in padded]
 
 
 def test_longest_first_is_stable():
