@@ -331,4 +331,3 @@ def _axis(view: Scene, frame: Frame) -> list[str]:
     name = {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}[unit]
     parts.append(write((LEFT + WIDTH - RIGHT) / 2, base + 34, f"{name} from the begin of the step", "note", "middle"))
     return parts
-

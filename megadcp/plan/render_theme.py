@@ -18,7 +18,7 @@ WIDTH, LEFT, RIGHT = 1120, 66, 62
 SIZE = 11.5  # pixels of the font
 
 # cp 1, 2, 4, ... 1024
-CP_COLOURS = ("#7faee9", "#654e6f", "#f6722b", "#4861d5", "#892218", "#7be3f5", "#c3e143", "#906520", "#314398", "#0a8fd1", "#eda382")
+CP_COLOURS = ("#7faee9", "#4861d5", "#f6722b", "#c3e143", "#892218", "#7be3f5", "#654e6f", "#eda382", "#314398", "#906520", "#0a8fd1")
 FORWARD_COLOUR = 0.5  # a forward's colour is this much of its backward's, the rest is paper
 
 LIGHT = {
@@ -105,7 +105,9 @@ def _rules(theme: dict[str, str], sizes: Sequence[int]) -> str:
     for cp in sizes:
         colour = colour_of(cp)
         forward = mix(colour, theme["paper"], FORWARD_COLOUR)
-        rules.append(f".c{cp} {{ fill: {colour} }} .t{cp} {{ fill: {ink_on(colour)} }} .c{cp}f {{ fill: {forward} }} .t{cp}f {{ fill: {ink_on(forward)} }}")
+        rules.append(
+            f".c{cp} {{ fill: {colour} }} .t{cp} {{ fill: {ink_on(colour)} }} .c{cp}f {{ fill: {forward} }} .t{cp}f {{ fill: {ink_on(forward)} }}"
+        )
     return "\n".join(rules)
 
 
@@ -196,7 +198,8 @@ def legend(swatches: Sequence[Swatch], top: float) -> tuple[list[str], float]:
     """The entries in as many rows as they need from `top` on, and where they end."""
     parts, x, y = [], float(LEFT), top
     for one in swatches:
-        needed = 21 + width_of(one.words)
+        picture = 21 if one.fill or one.line else 0
+        needed = picture + width_of(one.words)
         if x + needed > WIDTH - 12 and x > LEFT:
             x, y = float(LEFT), y + 19
         if one.fill:
@@ -205,7 +208,7 @@ def legend(swatches: Sequence[Swatch], top: float) -> tuple[list[str], float]:
             parts.append(f'<rect x="{number(x)}" y="{number(y)}" width="16" height="12" fill="url(#{one.pattern})"/>')
         if one.line:
             parts.append(f'<line class="{one.line}" x1="{number(x)}" x2="{number(x + 16)}" y1="{number(y + 6)}" y2="{number(y + 6)}"/>')
-        parts.append(write(x + 21, y + 10, one.words))
+        parts.append(write(x + picture, y + 10, one.words))
         x += needed + 18
     return parts, y + (19 if swatches else 0)
 
