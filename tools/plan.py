@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,9 +93,8 @@ def _documents(request: Request, config: Config, given: list[list[int]] | None) 
         layout, per_lane = basis_from(config).layout, request.number("tokens_per_lane", TOKENS_PER_LANE, least=1)
         tokens = per_lane * layout.lanes * layout.pp
         times = f" x pp {layout.pp}" if layout.pp > 1 else ""
-        say(
-            f"preset {request.own['preset']}: {tokens} tokens a step ({per_lane} x {layout.lanes} lanes{times}), documents up to {config.data.max_length}"
-        )
+        how = f"{per_lane} x {layout.lanes} lanes{times}"
+        say(f"preset {request.own['preset']}: {tokens} tokens a step ({how}), documents up to {config.data.max_length}")
         for step in range(first, first + count):
             yield step, draw(request.own["preset"], tokens, config.data.max_length, request.number("seed", 1), step)
         return
@@ -170,6 +169,10 @@ def _outputs(request: Request) -> dict[str, str]:
 def _write(request: Request, plans: Sequence[StepPlan]) -> None:
     """Write what was asked for; a picture of one step shows the first."""
     first = plans[0]
+    if request.flag("chart", False):
+        from megadcp.plan import render
+
+        print("\n" + render.text(first).rstrip() + "\n")
     more = "; step=N draws another" if len(plans) > 1 else ""
     told = {
         "out": f"{len(plans)} plan{'s' if len(plans) > 1 else ''}",

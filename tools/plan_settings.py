@@ -35,6 +35,7 @@ KEYS = {
     "svg": "write a Gantt chart of the (first) step",
     "trace": "write a Perfetto trace of the (first) step",
     "histogram": "write the documents by length, coloured by cp, as SVG",
+    "chart": "true: show the (first) step's lanes as text, too",
     "theme": f"of the pictures: {', '.join(THEMES)}",
     "overwrite": "true: out, svg, trace and histogram may replace any file",
     "baselines": "false: leave out the comparison with other systems",
@@ -138,7 +139,7 @@ def _check(request: Request) -> None:
             raise UserError(f"{key}= names no file")
     for key, least in (("step", 0), ("steps", 1), ("seed", 0), ("tokens_per_lane", 1)):
         request.number(key, least, least)
-    for key in ("overwrite", "baselines"):
+    for key in ("overwrite", "baselines", "chart"):
         request.flag(key, True)
 
 

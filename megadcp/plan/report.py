@@ -239,7 +239,7 @@ def comparison_lines(before: Side, after: Side) -> list[str]:
         ("usable GB", "{:.1f}", [side.basis.profile.usable_fraction * side.basis.profile.memory_bytes / 1e9 for side in sides]),
         ("microbatches", "{:,}", [sum(part.microbatches for one in side.steps for part in one.cp.values()) for side in sides]),
     ):
-        rows.append([word, *map(form.format, values), f"{values[1] / values[0]:.3f}" if values[0] else "-"])
+        rows.append([word, *map(form.format, values), "" if "%" in form else f"{values[1] / values[0]:.3f}"])
     shares = [f"{flops_per_device(side.basis, side.steps) / side.peak_flops:.1%}" if side.peak_flops else "not stated" for side in sides]
     rows.insert(6, ["MFU", *shares, ""])
     for cp in sorted({cp for side in sides for one in side.steps for cp in one.cp}):
