@@ -45,30 +45,43 @@ BROKEN, WRONG, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 PICTURES = ("svg", "trace", "histogram")
 
 
-def say(line: str) -> None:
-    """What was decided in the person's place, and what deserves attention: beside the result, not in it."""
-    print(f"note: {line}", file=sys.stderr, flush=True)
+class Notes:
+    """What was decided in the person's place, and what deserves attention. Shown above the result; an error stands alone."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        """Keep one."""
+        self.lines.append(line)
+
+    def show(self) -> None:
+        """Print what has come so far."""
+        for line in self.lines:
+            print(f"note         {line}")
+        self.lines.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------- planning
-def plan_steps(request: Request) -> int:
+def plan_steps(request: Request, say: Notes) -> int:
     """Plan what lengths=, preset= or the corpus gives, and say all about it."""
     lengths = read_lengths(request.own["lengths"]) if "lengths" in request.own else None
     config = compose(request, say)
-    steps = dict(_documents(request, config, lengths))
+    steps = dict(_documents(request, config, lengths, say))
     check_outputs(_outputs(request), len(steps), request.flag("overwrite", False))
     basis, plans, planning = _planned(config, steps)
+    shown = [figures(plan) for plan in plans]
+    beside = Beside(config.hardware.peak_flops, config.hardware.name, _baselines(request, config, basis, plans), _bound_1f1b(basis, plans), planning)
+    say.show()
     print(f"model        {_chosen(request, 'model', config)}, precision {config.precision.format}, {config.plan.policy} policy")
     print(f"hardware     {config.hardware.name} in cluster {config.cluster.name}")
     print(f"layout       {layout_line(basis)}")
-    shown = [figures(plan) for plan in plans]
-    beside = Beside(config.hardware.peak_flops, config.hardware.name, _baselines(request, config, basis, plans), _bound_1f1b(basis, plans), planning)
     _print_steps(basis, shown, beside)
     _write(request, plans)
     return 0
 
 
-def _documents(request: Request, config: Config, given: list[list[int]] | None) -> Iterator[tuple[int, Sequence[int]]]:
+def _documents(request: Request, config: Config, given: list[list[int]] | None, say: Notes) -> Iterator[tuple[int, Sequence[int]]]:
     """(step, lengths) of every step that was asked for."""
     first = request.number("step", 0)
     if given is not None:
@@ -208,23 +221,23 @@ class Proof:
     broken: list[str]
 
 
-def replay(request: Request) -> int:
+def replay(request: Request, say: Notes) -> int:
     """Prove, score and draw recorded plans again. 1 if one of them is broken."""
     check_outputs(_outputs(request), 1, request.flag("overwrite", False))
     path = find_plans(request.path)
-    proof = _prove(request, path)
+    proof = _prove(request, path, say)
     for line in proof.broken:
         print(f"error: {line}", file=sys.stderr, flush=True)
     if not proof.plans:
         return BROKEN
-    count = len(proof.plans)
-    first = proof.plans[0]
+    count, first = len(proof.plans), proof.plans[0]
     basis = Basis.of(first)
     others = sum(Basis.of(plan) != basis for plan in proof.plans)
     print(f"plans        {path}: {count} hold{'s' if count == 1 else ''} all invariants and {'its' if count == 1 else 'their'} recorded figures")
     print(f"layout       {layout_line(basis)}, precision {first.precision}, {first.predicted.policy} policy")
     if others:
         say(f"{others} of the plans have another layout, model or profile than the first; figures that need one take the first's")
+    say.show()
     peak, hardware = peak_flops(request, first)
     static = [plan.predicted.static_seconds or float("inf") for plan in proof.plans]
     _print_steps(basis, proof.shown, Beside(peak, hardware, {"static-best": static}))
@@ -232,7 +245,7 @@ def replay(request: Request) -> int:
     return BROKEN if proof.broken else 0
 
 
-def _prove(request: Request, path: Path) -> Proof:
+def _prove(request: Request, path: Path, say: Notes) -> Proof:
     proof = Proof([], [], [])
     first, count = request.number("step", 0), request.number("steps", 1 if "step" in request.own else 10**9, least=1)
     try:
@@ -281,11 +294,12 @@ def _no_such_step(request: Request, path: Path) -> UserError:
     steps = [plan.step for plan in recorded(path, 0, None, lambda line: None, check_hash=False)]
     if not steps:
         return UserError(f"{path} holds no plan yet")
-    return UserError(f"{path} holds no plan of step {request.number('step', 0)}; it holds steps {steps[0]} to {steps[-1]}")
+    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return UserError(f"{path} holds no plan of step {request.number('step', 0)}; it holds {span}")
 
 
 # ------------------------------------------------------------------------------------------------------------------ what if
-def what_if(request: Request) -> int:
+def what_if(request: Request, say: Notes) -> int:
     """Plan recorded documents for another cluster, model or profile, and print the difference."""
     path = find_plans(request.path)
     first = request.number("step", 0)
@@ -303,6 +317,7 @@ def what_if(request: Request) -> int:
     old = Basis.of(before[0])
     shown = [figures(plan) for plan in before], [figures(plan) for plan in after]
     peak, hardware = peak_flops(request, before[0])
+    say.show()
     print(f"recorded     {layout_line(old)}, precision {old.precision}{f', hardware {hardware}' if hardware else ''}")
     print(f"what if      {layout_line(basis)}, precision {basis.precision}, hardware {config.hardware.name}")
     print(f"documents    {_counted(shown[0])}\n")
@@ -330,7 +345,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         request = parse(argv)
-        return COMMAND[request.command](request)
+        return COMMAND[request.command](request, Notes())
     except (PlanError, PlanFormatError) as error:
         code, line = BROKEN, f"error: {error}"
     except UserError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megadcp.config.check import UserError
-from megadcp.plan.plan_file import PlanWriter, read_plans
+from megadcp.plan import plan_file
 from megadcp.plan.step_plan import PlanFormatError, StepPlan, from_json, to_json
 
 LINES = (".jsonl", ".jsonl.zst")  # ends of files with a plan a line
@@ -67,15 +67,9 @@ def _found(value: Any) -> str:
 # --------------------------------------------------------------------------------------------------------- recorded plans
 def find_plans(name: str) -> Path:
     """The file with the plans of a run folder, or the file itself."""
-    path = Path(name)
-    if path.is_dir():
-        for end in LINES:
-            if (path / f"plans{end}").is_file():
-                return path / f"plans{end}"
-        raise UserError(f"{name} holds no plans.jsonl and no plans.jsonl.zst; give the folder of a run that has begun, or a file of plans")
-    if not path.exists():
+    if not Path(name).exists():
         raise UserError(f"{name} does not exist; give a run folder (runs/NAME), a plans.jsonl, or the JSON file of a plan")
-    return path
+    return plan_file.find_plans(name)
 
 
 def recorded(path: Path, first: int, count: int | None, say: Callable[[str], None], check_hash: bool = True) -> Iterator[StepPlan]:
@@ -91,8 +85,8 @@ def recorded(path: Path, first: int, count: int | None, say: Callable[[str], Non
 
 
 def _all_plans(path: Path, say: Callable[[str], None], check_hash: bool = True) -> Iterator[StepPlan]:
-    if path.name.endswith(LINES):
-        yield from read_plans(path, say, check_hash)
+    if path.suffix != ".json":
+        yield from plan_file.read_plans(path, say, check_hash)
         return
     try:
         yield from_json(path.read_bytes(), check_hash)
@@ -169,7 +163,7 @@ def write_plans(name: str, plans: Sequence[StepPlan]) -> None:
         return
 
     def write(temporary: Path) -> None:
-        with PlanWriter(temporary) as writer:
+        with plan_file.PlanWriter(temporary) as writer:
             for plan in plans:
                 writer.append(plan)
 

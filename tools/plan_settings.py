@@ -148,10 +148,9 @@ def compose(request: Request, say: Callable[[str], None]) -> Config:
     """The config of a planning request. `say` gets a line for every choice that was made in the person's place."""
     from megadcp.config import load
 
-    chosen = [*_hardware(request, say)]
+    chosen = [*_hardware(request, say), "run.sample_prompt=''"]  # no sample is printed here, so it needs no tokenizer
     if "lengths" in request.own or "preset" in request.own:
-        # What only a run over a corpus needs must not stand in the way: its step size, its mode, its sample.
-        chosen += [f"data.tokens_per_step={UNLIMITED}", "data.mode=documents", "run.sample_prompt=''"]
+        chosen += [f"data.tokens_per_step={UNLIMITED}", "data.mode=documents"]  # how a corpus is cut into steps must not stand in the way
         if not request.names("data.max_length") and not request.names("experiment"):
             chosen.append(f"data.max_length={MAX_LENGTH}")
     return load.compose([*chosen, *request.overrides])
