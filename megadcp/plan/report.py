@@ -72,11 +72,11 @@ def summary_lines(basis: Basis, steps: Sequence[Figures], beside: Beside) -> lis
     return text
 
 
-def _spread(steps: Sequence[Figures], values: Sequence[float], form: str, worst: Callable[[Sequence[float]], float] = max) -> str:
-    """One value, or the median and the worst of several with its step."""
+def _spread(steps: Sequence[Figures], values: Sequence[float], form: str) -> str:
+    """One value, or the median and the worst (largest) of several with its step."""
     if len(values) == 1:
         return form.format(values[0])
-    extreme = worst(values)
+    extreme = max(values)
     return f"median {form.format(statistics.median(values))}, worst {form.format(extreme)} (step {steps[list(values).index(extreme)].step})"
 
 
