@@ -26,11 +26,11 @@ COMMANDS = ("replay", "what-if")
 THEMES = ("auto", "light", "dark")
 KEYS = {
     "lengths": "FILE.json: a list of document lengths (one step), or a list of such lists",
-    "preset": "draw documents of one of the named length distributions",
+    "preset": "draw documents: wikipedia, web, midtrain, prolong, longsft, byted, mcore, uniform or constant",
     "tokens_per_lane": "with preset: tokens of a step for each lane (times pp); 32768 if not given",
     "seed": "with preset: another seed is another draw; 1 if not given",
     "step": "first step to plan, replay or draw; 0 if not given",
-    "steps": "how many steps",
+    "steps": "how many; not given: all of lengths= and replay, 10 of what-if, else 1 (also where step= is given to replay or what-if)",
     "out": "write the plan as FILE.json, or plans as FILE.jsonl or FILE.jsonl.zst",
     "svg": "write a Gantt chart of the (first) step",
     "trace": "write a Perfetto trace of the (first) step",

@@ -549,6 +549,7 @@ def test_help_names_every_key(call: Call) -> None:
     keys = call.tool.KEYS
     assert all(re.search(rf"^    {key} +{re.escape(text)}", out, re.MULTILINE) for key, text in keys.items())
     assert "KEYS" not in out
+    assert re.findall(r"\w+", keys["preset"])[2:] == [*presets.PRESETS[:-1], "or", presets.PRESETS[-1]]
 
 
 def test_scores_are_the_simulators(call: Call) -> None:
