@@ -159,7 +159,7 @@ def _baselines(request: Request, config: Config, basis: Basis, plans: Sequence[S
 def _bound_1f1b(basis: Basis, plans: Sequence[StepPlan]) -> list[float] | str:
     """The tighter bound of 1F1B, or why there is none."""
     if basis.schedule != "1f1b":
-        return "" if basis.schedule == "none" else f"not there for schedule {basis.schedule}"
+        return "" if basis.schedule == "none" else f"there is none for the {basis.schedule} schedule"
     from megadcp.plan.bound_1f1b import lower_bound_1f1b
 
     try:

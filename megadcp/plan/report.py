@@ -90,11 +90,10 @@ def _documents(steps: Sequence[Figures]) -> str:
 def _microbatches(basis: Basis, steps: Sequence[Figures]) -> str:
     count = sum(part.microbatches for one in steps for part in one.cp.values())
     lanes = [number for one in steps for number in one.per_lane]
+    least, most = min(lanes), max(lanes)
+    runs = f"{least} to {most} a lane and step, {statistics.fmean(lanes):.1f} on average" if least < most else f"{most} a lane and step"
     padding = sum(one.padded for one in steps) / sum(one.tokens for one in steps) - 1
-    return (
-        f"{count:,}; a lane runs {min(lanes)} to {max(lanes)} a step, {statistics.fmean(lanes):.1f} on average; "
-        f"padding adds {100 * padding:.2f}% tokens"
-    )
+    return f"{count:,}: {runs}; padding adds {100 * padding:.2f}% tokens"
 
 
 def _together(mixes: Sequence[Mapping[Any, Part]]) -> dict[Any, Part]:

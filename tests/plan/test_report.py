@@ -83,7 +83,7 @@ def test_lines_of_one_step():
     )
     assert said == [
         "documents    3 documents, 900 tokens, longest 700",
-        "microbatches 3; a lane runs 1 to 2 a step, 1.2 on average; padding adds 6.67% tokens",
+        "microbatches 3: 1 to 2 a lane and step, 1.2 on average; padding adds 6.67% tokens",
         "cp mix       cp 1  2 microbatches, 2 documents, 200 tokens (22.2%)",
         "             cp 4  1 microbatch, 1 document, 700 tokens (77.8%)",
         "recompute    none  3 microbatches, 3 documents, 900 tokens (100.0%)",
@@ -97,6 +97,11 @@ def test_lines_of_one_step():
         "             bucket fits the memory in no layout",
         "planning     12.3 ms, the first of this process",
     ]
+
+
+def test_lanes_that_run_alike():
+    said = lines_of(ref.basis(ref.SMALL, lanes=4), [one_step(per_lane=(2, 2, 2, 2))])
+    assert "microbatches 3: 2 a lane and step; padding adds 6.67% tokens" in said
 
 
 def test_a_gain_of_one_is_called_none():

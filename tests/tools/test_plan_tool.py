@@ -195,7 +195,7 @@ def test_pipelines_are_honoured(call: Call) -> None:
     assert 12000 <= sum(plan.lengths) < 12000 + 8192  # tokens_per_lane x lanes x pp
     assert words(out, "layout") == ["2 lanes of tp 2 x pp 2 (8 ranks, 4 lanes a node); interleaved, 2 chunks a stage, stages of 9, 7 layers"]
     assert [line.split(":")[0] for line in words(out, "memory")] == ["stage 0", "stage 1"]
-    assert words(out, "1F1B bound") == ["not there for schedule interleaved"]
+    assert words(out, "1F1B bound") == ["there is none for the interleaved schedule"]
 
 
 def test_the_bound_of_1f1b(call: Call) -> None:
