@@ -46,10 +46,8 @@ def text(plan: StepPlan, timeline: Timeline | None = None, width: int = 100) -> 
     label = max(len(f"{last}-{last}{stages[-1]}"), len("lane"))
     cells = width - label - len("  100.0%") - 1
     folds = _fold(_rows(view, cells))
-    shown = _evenly(len(folds), max(1, MOST_ROWS // layout.pp))
-    lines = (
-        [line[:width] for heading in headline(view) for line in heading.split(" · ")] if width < 100 else [line[:width] for line in headline(view)]
-    )
+    shown = _chosen(view, folds, max(1, MOST_ROWS // layout.pp))
+    lines = [line for heading in headline(view) for line in _joined(heading.split(" · "), " · ", width)]
     lines += [*_marks(view, cells, label + 1), f"{'lane':>{label}} {'':{cells}}{'idle':>8}"]
     for place in shown:
         first, count, rows = folds[place]
@@ -134,11 +132,17 @@ def _fold(rows: Sequence[list[Row]]) -> list[tuple[int, int, list[Row]]]:
     return folds
 
 
-def _evenly(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, first and last among them."""
+def _chosen(view: Scene, folds: Sequence[tuple[int, int, list[Row]]], most: int) -> list[int]:
+    """At most `most` of the folds: the one whose lane is done last, and others evenly from the first to the last."""
+    count = len(folds)
     if count <= most:
         return list(range(count))
-    return sorted({place * (count - 1) // max(1, most - 1) for place in range(most)})
+    latest = max(view.events, key=lambda event: (event.end, -event.microbatch))
+    lane = view.plan.microbatches[latest.microbatch].lane
+    chosen = {max(place for place, (first, _, _) in enumerate(folds) if first <= lane)}
+    for place in range(most - 1):
+        chosen.add(place * (count - 1) // max(1, most - 2))
+    return sorted(chosen)
 
 
 def _left_out(folds: Sequence[tuple[int, int, list[Row]]], shown: Sequence[int], lanes: int) -> str:
@@ -183,9 +187,14 @@ def _legend(view: Scene, width: int) -> list[str]:
     used = {one.recompute.level for one in plan.microbatches}
     parts += [f"{sign} recompute {level} (share of layers)" for level, sign in AGAIN.items() if level in used]
     parts.append(f"{IDLE} idle")
+    return _joined(parts, "   ", width)
+
+
+def _joined(parts: Sequence[str], between: str, width: int) -> list[str]:
+    """The parts in as few lines as they need; a part that is wider than a line is cut."""
     lines = [""]
     for part in parts:
-        if lines[-1] and len(lines[-1]) + 3 + len(part) > width:
+        if lines[-1] and len(lines[-1]) + len(between) + len(part) > width:
             lines.append("")
-        lines[-1] += ("   " if lines[-1] else "") + part
+        lines[-1] += (between if lines[-1] else "") + part
     return [line[:width] for line in lines]
