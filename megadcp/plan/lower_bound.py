@@ -1,4 +1,11 @@
-"""The least makespan that any plan of a step can have (docs/plan.md section 4). A plan below it is a bug of the bound or the simulator."""
+"""The least makespan that any plan of a step can have (docs/plan.md section 4). A plan below it is a bug of the bound or the simulator.
+
+Most documents fit their group without recompute whatever its size. Two facts make their part quick, and change no value:
+- The least work is the same function of tokens and squares for all of them, so only two sums are needed. (Without communication all
+  group sizes and kinds that do not split attention do the same work, recompute only adds to it, and all_gather is always legal.)
+- Without recompute, seconds grow with the length for every size and kind (attention and what it hides: the larger of two growing
+  times), so the shortest and the longest of them have the least and the largest tau.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,7 @@ from megadcp.plan.memory import MemoryModel
 from megadcp.plan.step_plan import LEVELS
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def lower_bound(basis: Basis, lengths: Sequence[int]) -> float:
@@ -23,19 +31,18 @@ def lower_bound(basis: Basis, lengths: Sequence[int]) -> float:
     Per stage: what any microbatch costs whatever it holds, plus the larger of the documents' least work spread over all lanes and the
     longest document's least time; plus the least time until something arrives from the stages before.
     """
-    counts: dict[int, int] = {}
-    for length in lengths:
-        counts[length] = counts.get(length, 0) + 1
-    distinct = sorted(counts)
-    work, alone = _least(basis, np.array(distinct, dtype=np.float64))
+    # Fixed costs stand apart in F_s: the same model without them.
+    ideal = CostModel(dataclasses.replace(basis, profile=dataclasses.replace(basis.profile, gemm_half_tokens=0.0, layer_overhead_seconds=0.0)))
+    memory = MemoryModel(basis)
+    sizes = np.asarray(lengths, dtype=np.float64)
+    work = _work(ideal, memory, sizes)
+    shortest, longest = _alone(ideal, memory, sizes)
     speeds = basis.lane_speed or (1.0,) * basis.layout.lanes
     fastest, together = max(speeds), math.fsum(speeds)
     bound, fill = 0.0, 0.0
     for stage, fixed in enumerate(fixed_seconds(basis)):
-        total = math.fsum(value * counts[length] for value, length in zip(work[stage].tolist(), distinct, strict=True))
-        taus = ((fixed + alone[stage]) / fastest).tolist()
-        bound = max(bound, max(fixed / fastest + total / together, max(taus)) + fill)
-        fill += min(taus) / basis.layout.virtual_stages
+        bound = max(bound, max(fixed / fastest + work[stage] / together, (fixed + longest[stage]) / fastest) + fill)
+        fill += (fixed + shortest[stage]) / fastest / basis.layout.virtual_stages
     return bound
 
 
@@ -47,30 +54,70 @@ def fixed_seconds(basis: Basis) -> list[float]:
     return fixed
 
 
-def _least(basis: Basis, lengths: FloatArray) -> tuple[list[FloatArray], list[FloatArray]]:
-    """For each stage and document, without fixed costs: least lane-seconds (no cp communication), and least seconds (with it).
+def _sizes(basis: Basis) -> list[int]:
+    """All group sizes: powers of two up to the lanes."""
+    return [1 << power for power in range(basis.layout.lanes.bit_length())]
 
-    The least is over P, level with its least layer count, and kind of communication, among those with which the document alone fits.
+
+def _budgets(memory: MemoryModel, cp: int) -> list[float]:
+    return [memory.budget(stage, int(cp > 1)) for stage in range(memory.last + 1)]
+
+
+def _fits(memory: MemoryModel, lengths: FloatArray, cp: int) -> BoolArray:
+    """Which documents fit alone on a group of `cp` lanes without recompute."""
+    fits: BoolArray = memory.least_layers_many(lengths / cp, "none", _budgets(memory, cp)) == 0
+    return fits
+
+
+def _work(ideal: CostModel, memory: MemoryModel, lengths: FloatArray) -> list[float]:
+    """Sum over documents, for each stage, of the least lane-seconds without fixed costs and cp communication."""
+    sizes = _sizes(ideal.basis)
+    # Of the groups with more than one lane the largest leaves the most memory for a document.
+    plain = _fits(memory, lengths, 1) | _fits(memory, lengths, sizes[-1])
+    kept = lengths[plain]
+    tokens = _exact_sum(kept)
+    work = ideal.stages(ideal.layer(Load(tokens, _exact_sum(kept * kept))), tokens, "none", 0)
+    rest = lengths[~plain]
+    if not rest.size:
+        return work
+    least = [np.full(rest.shape, np.inf) for _ in work]
+    for cp in sizes:
+        local, budgets = rest / cp, _budgets(memory, cp)
+        layer = ideal.layer(Load(rest, rest * rest, cp, "all_gather"))._replace(exposed=0.0)
+        for level in LEVELS[1:]:
+            count = memory.least_layers_many(local, level, budgets)
+            for stage, seconds in enumerate(ideal.stages(layer, local, level, count)):
+                np.copyto(least[stage], np.minimum(least[stage], cp * seconds), where=count >= 0)
+    return [already + math.fsum(one.tolist()) for already, one in zip(work, least, strict=True)]
+
+
+def _exact_sum(values: FloatArray) -> float:
+    """The sum of whole numbers, in the same bits whatever the order of adding: below 2^53 every partial sum is exact."""
+    total = float(values.sum())
+    return total if total < 2.0**53 else math.fsum(values.tolist())
+
+
+def _alone(ideal: CostModel, memory: MemoryModel, lengths: FloatArray) -> tuple[list[float], list[float]]:
+    """For each stage the least, and the largest, over the documents of their least seconds without fixed costs.
+
+    A document's least is over P, level with its least layer count, and kind of communication, among those with which it alone fits.
     """
-    # Fixed costs stand apart in F_s: the same model without them.
-    ideal = CostModel(dataclasses.replace(basis, profile=dataclasses.replace(basis.profile, gemm_half_tokens=0.0, layer_overhead_seconds=0.0)))
-    memory = MemoryModel(basis)
-    stages = basis.layout.pp
-    work = [np.full(lengths.shape, np.inf) for _ in range(stages)]
-    alone = [np.full(lengths.shape, np.inf) for _ in range(stages)]
-    cp = 1
-    while cp <= basis.layout.lanes:
-        local = lengths / cp
-        budgets = [memory.budget(stage, int(cp > 1)) for stage in range(stages)]
-        inside = ideal.in_node(0, cp)
-        layers = {kind: ideal.layer(Load(lengths, lengths * lengths, cp, kind, inside)) for kind in ideal.legal_kinds(cp)}
+    sizes, stages = _sizes(ideal.basis), range(memory.last + 1)
+    plain = _fits(memory, lengths, 1)
+    if len(sizes) > 1:
+        plain &= _fits(memory, lengths, 2)  # then it fits on any larger group too
+    kept, rest = lengths[plain], np.unique(lengths[~plain])
+    if kept.size:
+        rest = np.concatenate(([kept.min(), kept.max()], rest))
+    least = [np.full(rest.shape, np.inf) for _ in stages]
+    for cp in sizes:
+        local, budgets, inside = rest / cp, _budgets(memory, cp), ideal.in_node(0, cp)
+        layers = [ideal.layer(Load(rest, rest * rest, cp, kind, inside)) for kind in ideal.legal_kinds(cp)]
         for level in LEVELS:
             count = memory.least_layers_many(local, level, budgets)
-            for layer in layers.values():
-                silent = ideal.stages(layer._replace(exposed=0.0), local, level, count)
-                heard = ideal.stages(layer, local, level, count)
-                for stage in range(stages):
-                    work[stage] = np.where(count < 0, work[stage], np.minimum(work[stage], cp * silent[stage]))
-                    alone[stage] = np.where(count < 0, alone[stage], np.minimum(alone[stage], heard[stage]))
-        cp *= 2
-    return work, alone
+            for layer in layers:
+                for stage, seconds in enumerate(ideal.stages(layer, local, level, count)):
+                    np.copyto(least[stage], np.minimum(least[stage], seconds), where=count >= 0)
+            if level == "none" and bool((count == 0).all()):
+                break  # recompute only adds to it
+    return [float(one.min()) for one in least], [float(one.max()) for one in least]

@@ -73,6 +73,22 @@ def test_equals_a_literal_reading(layout):
         assert lower_bound(b, lengths) == pytest.approx(literal_bound(b, lengths), rel=1e-12)
 
 
+@pytest.mark.parametrize("memory", [0.8e9, 1.1e9, 2e9])
+def test_equals_a_literal_reading_on_any_mix(memory):
+    """Few, some or most documents fit without recompute; some fit on no group."""
+    b = ref.basis(ref.SMALL, lanes=8, hardware=replace(ref.H200, memory_bytes=memory, gpus_per_node=4))
+    model, with_recompute, nowhere = MemoryModel(b), 0, 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        lengths = [int(20 + rng.choice((2000, 60000, 300000)) ** rng.random()) for _ in range(rng.randint(1, 8))]
+        bound = lower_bound(b, lengths)
+        assert bound == pytest.approx(literal_bound(b, lengths), rel=1e-12)
+        with_recompute += model.least_layers(max(lengths) / 8, "none", [model.budget(0, 1)]) < 0
+        nowhere += bound == float("inf")
+    assert with_recompute > nowhere or memory == 2e9
+    assert nowhere or memory > 0.8e9
+
+
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_plan_is_below(layout, slow):
