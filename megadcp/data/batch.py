@@ -1,4 +1,4 @@
-"""From a step's documents and its plan to packed arrays, one or more steps ahead in a background thread.
+"""From a step's documents and its plan to packed arrays, one or more steps ahead in a background thread; planned further ahead by a process.
 
 Padding is known by position, never by token value: a genuine end-of-document token is a target like any other. Document borders come
 from the plan's padded lengths, never from tokens.
@@ -11,13 +11,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import numpy as np
 
 from megadcp.config.check import UserError
 from megadcp.data.step_documents import IGNORE, Documents, DocumentSource, StepDocuments
+from megadcp.plan.ahead import PlanWorker
+from megadcp.plan.plan_file import Record
 from megadcp.plan.step_plan import Microbatch, StepPlan
 
 LARGEST_PACK = 2**31 - 1  # borders are int32
@@ -90,28 +92,79 @@ def split_for_lanes(pack: Pack, cp: int) -> list[Pack]:
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """One step, ready to run: its documents, plan, and packs in slot order, with the seconds that planning and building took."""
+    """One step, ready to run: its documents, plan, and packs in slot order.
+
+    plan_seconds: its planning took, wherever that was. build_seconds: looking its documents up and building its packs. wait_seconds: whoever
+    took this step stood still because its plan was not ready. record: the plan's lines for plans.jsonl, if they are made already.
+    """
 
     documents: StepDocuments
     plan: StepPlan
     packs: list[Pack]
     plan_seconds: float
     build_seconds: float
+    wait_seconds: float = 0.0
+    record: Record | None = None
 
 
 PlanFor = Callable[[StepDocuments], StepPlan]
 
 
-def load_step(source: DocumentSource, plan_for: PlanFor, index: int) -> LoadedStep:
-    """Look up, plan and build one step. build_seconds includes looking the documents up."""
-    begin = time.perf_counter()
-    documents = source.step(index)
-    found = time.perf_counter()
-    plan = plan_for(documents)
-    planned = time.perf_counter()
-    packs = [build_pack(source, documents, microbatch) for microbatch in sorted(plan.microbatches, key=lambda one: (one.slot, one.lane))]
-    built = time.perf_counter()
-    return LoadedStep(documents, plan, packs, planned - found, found - begin + built - planned)
+@dataclass(frozen=True)
+class _Made:
+    """A loaded step, and when its plan was waited for."""
+
+    step: LoadedStep
+    asked: float
+    planned: float
+
+    def taken(self, begin: float, end: float) -> LoadedStep:
+        """The step for somebody who waited for it from `begin` to `end`."""
+        return replace(self.step, wait_seconds=max(0.0, min(end, self.planned) - max(begin, self.asked)))
+
+
+class _Steps:
+    """Makes the steps of a range, one after the other. With a PlanWorker, the lengths of `ahead` more steps are on their way to it.
+
+    What goes wrong with a step is raised at its turn, never earlier.
+    """
+
+    def __init__(self, source: DocumentSource, plans: PlanFor | PlanWorker, steps: range, ahead: int) -> None:
+        self.source, self.plans, self.ahead = source, plans, ahead if isinstance(plans, PlanWorker) else 0
+        self._to_ask = iter(steps)
+        self._asked: deque[tuple[StepDocuments | Exception, float]] = deque()
+
+    def make(self) -> _Made | None:
+        """The next step; None after the last one."""
+        while len(self._asked) <= self.ahead and (index := next(self._to_ask, None)) is not None:
+            self._ask(index)
+        if not self._asked:
+            return None
+        documents, found_seconds = self._asked.popleft()
+        if isinstance(documents, Exception):
+            raise documents
+        asked = time.perf_counter()
+        if isinstance(self.plans, PlanWorker):
+            made = self.plans.take(documents.step)
+            plan, record, plan_seconds = made.plan, made.record, made.plan_seconds
+            planned = time.perf_counter()
+        else:
+            plan, record = self.plans(documents), None
+            planned = time.perf_counter()
+            plan_seconds = planned - asked
+        packs = [build_pack(self.source, documents, microbatch) for microbatch in sorted(plan.microbatches, key=lambda one: (one.slot, one.lane))]
+        build_seconds = found_seconds + time.perf_counter() - planned
+        return _Made(LoadedStep(documents, plan, packs, plan_seconds, build_seconds, record=record), asked, planned)
+
+    def _ask(self, index: int) -> None:
+        begin = time.perf_counter()
+        try:
+            documents: StepDocuments | Exception = self.source.step(index)
+        except Exception as error:
+            documents, self._to_ask = error, iter(())
+        self._asked.append((documents, time.perf_counter() - begin))
+        if isinstance(self.plans, PlanWorker) and isinstance(documents, StepDocuments):
+            self.plans.submit(documents.step, documents.lengths.tolist())
 
 
 @dataclass
@@ -119,8 +172,9 @@ class _Shared:
     """What thread and consumer both touch, under `change`'s lock. It doesn't know the loader, so that a forgotten one is collected."""
 
     ahead: int
+    plans: PlanWorker | None
     change: threading.Condition = field(default_factory=threading.Condition)
-    ready: deque[LoadedStep] = field(default_factory=deque)
+    ready: deque[_Made] = field(default_factory=deque)
     stopped: bool = False
     finished: bool = False
     failure: BaseException | None = None
@@ -130,19 +184,23 @@ class _Shared:
             self.stopped = True
             self.ready.clear()
             self.change.notify_all()
+        if self.plans is not None:
+            self.plans.close()  # wakes the thread if it waits for a plan
 
 
-def _work(shared: _Shared, source: DocumentSource, plan_for: PlanFor, steps: range) -> None:
+def _work(shared: _Shared, steps: _Steps) -> None:
     try:
-        for index in steps:
+        while True:
             with shared.change:
                 shared.change.wait_for(lambda: shared.stopped or len(shared.ready) < shared.ahead)
                 if shared.stopped:
                     return
-            loaded = load_step(source, plan_for, index)
+            made = steps.make()
+            if made is None:
+                return
             with shared.change:
                 if not shared.stopped:
-                    shared.ready.append(loaded)
+                    shared.ready.append(made)
                     shared.change.notify_all()
     except BaseException as error:
         shared.failure = error
@@ -155,19 +213,21 @@ def _work(shared: _Shared, source: DocumentSource, plan_for: PlanFor, steps: ran
 class StepLoader:
     """Iterates the LoadedSteps first, first + 1, .. last - 1, with up to `ahead` of them made before they are asked for.
 
-    An exception of the thread is raised to the consumer, with the thread's traceback, after the steps before it. ahead=0 uses no thread.
+    `plans` is a function, called by the thread that builds the packs, or a PlanWorker, whose process gets the lengths of `ahead` more steps:
+    planning holds nobody up unless it is `ahead` steps late. The loader closes it.
+
+    An exception of thread or planner is raised to the consumer, with its traceback, after the steps before it. ahead=0 uses no thread.
     close() (or leaving the with block) can be called at any time and returns within CLOSE_SECONDS even if a read hangs.
     """
 
-    def __init__(self, source: DocumentSource, plan_for: PlanFor, first: int, last: int, ahead: int) -> None:
+    def __init__(self, source: DocumentSource, plans: PlanFor | PlanWorker, first: int, last: int, ahead: int) -> None:
         if ahead < 0:
             raise UserError(f"plan.ahead={ahead}: give 0 (make each step when it is needed) or more")
-        self._source, self._plan_for, self._next, self._last = source, plan_for, first, last
-        self._shared = _Shared(ahead)
+        self._steps, self._left = _Steps(source, plans, range(first, last), ahead), max(0, last - first)
+        self._shared = _Shared(ahead, plans if isinstance(plans, PlanWorker) else None)
         self._thread: threading.Thread | None = None
         if ahead:
-            work = (self._shared, source, plan_for, range(first, last))
-            self._thread = threading.Thread(target=_work, args=work, name="step-loader", daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._shared, self._steps), name="step-loader", daemon=True)
             self._thread.start()
         self._finalizer = weakref.finalize(self, self._shared.stop)
 
@@ -175,22 +235,38 @@ class StepLoader:
         return self
 
     def __next__(self) -> LoadedStep:
-        shared = self._shared
-        if shared.stopped or self._next >= self._last:
+        begin = time.perf_counter()
+        made = self._now() if self._thread is None else self._from_thread()
+        if made is None:
             raise StopIteration
-        if self._thread is None:
-            loaded = load_step(self._source, self._plan_for, self._next)
-        else:
-            with shared.change:
-                shared.change.wait_for(lambda: shared.ready or shared.finished or shared.stopped)
-                if not shared.ready:
-                    if shared.failure is not None:
-                        raise shared.failure
-                    raise StopIteration
-                loaded = shared.ready.popleft()
-                shared.change.notify_all()
-        self._next += 1
-        return loaded
+        self._left -= 1
+        return made.taken(begin, time.perf_counter())
+
+    def _now(self) -> _Made | None:
+        shared = self._shared
+        if shared.stopped or not self._left:
+            return None
+        if shared.failure is not None:
+            raise shared.failure
+        try:
+            return self._steps.make()
+        except Exception as error:
+            shared.failure = error
+            raise
+
+    def _from_thread(self) -> _Made | None:
+        shared = self._shared
+        if shared.stopped or not self._left:
+            return None
+        with shared.change:
+            shared.change.wait_for(lambda: shared.ready or shared.finished or shared.stopped)
+            if not shared.ready:
+                if shared.failure is not None and not shared.stopped:
+                    raise shared.failure
+                return None
+            made = shared.ready.popleft()
+            shared.change.notify_all()
+            return made
 
     def close(self) -> None:
         """Stop the thread and forget what it has made."""

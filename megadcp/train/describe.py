@@ -61,7 +61,8 @@ def _validation(config: Config, held_out: Sequence[ValidationSet]) -> str:
 def _plan(config: Config) -> str:
     plan = config.plan
     cap = f"up to {plan.pack_tokens:,} tokens a microbatch" if plan.pack_tokens else "memory decides how much a microbatch holds"
-    return f"plan: policy {plan.policy}, {cap}, recompute {plan.recompute}, {plan.ahead} steps ahead, for hardware {config.hardware.name}"
+    who = "when it is needed" if not plan.ahead else f"{plan.ahead} steps ahead in a {'process of its own' if plan.worker == 'process' else 'thread'}"
+    return f"plan: policy {plan.policy}, {cap}, recompute {plan.recompute}, {who}, for hardware {config.hardware.name}"
 
 
 def _optimizer(config: Config) -> str:

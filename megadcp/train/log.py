@@ -89,7 +89,7 @@ class StepLog:
 
     def __init__(self, config: Config, flops: Callable[[Sequence[int]], int], peak_flops: float | None) -> None:
         self.config, self.flops, self.peak_flops = config, flops, peak_flops
-        self._recent: deque[tuple[int, float, float, float, float]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[int, float, float, float, float, float]] = deque(maxlen=WINDOW)
 
     def row(self, progress: Progress, loaded: LoadedStep, result: StepResult, lr: float, timing: Timing) -> dict[str, Any]:
         """The row of one step (metrics.py explains its keys)."""
@@ -98,7 +98,7 @@ class StepLog:
         tflops = self.flops(lengths) / timing.seconds / 1e12
         levels = Counter(one.recompute.level for one in loaded.plan.microbatches)
         predicted, measured = loaded.plan.predicted.seconds, result.measured_seconds
-        self._recent.append((real, timing.seconds, timing.data_seconds, predicted, measured))
+        self._recent.append((real, timing.seconds, timing.data_seconds, loaded.wait_seconds, predicted, measured))
         return {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -113,6 +113,7 @@ class StepLog:
             "memory_bytes": result.memory_bytes,
             "data_seconds": timing.data_seconds,
             "plan_seconds": loaded.plan_seconds,
+            "wait_seconds": loaded.wait_seconds,
             "predicted_seconds": predicted,
             "measured_seconds": measured,
             "update_seconds": result.update_seconds,
@@ -126,9 +127,9 @@ class StepLog:
         }
 
     def line(self, row: dict[str, Any]) -> str:
-        """The console's line: fixed fields in fixed order. Speed, shares and eta are means over the last steps."""
+        """The console's line: fixed fields in fixed order. Speed, shares, wait and eta are means over the last steps."""
         total = self.config.run.steps
-        tokens, seconds, data, predicted, measured = (sum(column) for column in zip(*self._recent, strict=True))
+        tokens, seconds, data, wait, predicted, measured = (sum(column) for column in zip(*self._recent, strict=True))
         limit = f"/{self.config.hardware.memory_bytes / 2**30:.1f}" if self.peak_flops else ""
         levels = {level: count / row["microbatches"] for level, count in row["recompute"].items()}
         fields = [
@@ -142,6 +143,7 @@ class StepLog:
             f"mem {row['memory_bytes'] / 2**30:.1f}{limit} GiB",
             f"data {100 * data / seconds:.1f}%",
             f"plan {1000 * row['plan_seconds']:.1f} ms",
+            f"wait {1000 * wait / len(self._recent):.1f} ms",
             f"pred/meas {predicted / measured:.2f}" if measured else "pred/meas -",
             f"pad {100 * row['padded_share']:.1f}%",
             "rc " + " ".join(f"{level}:{100 * share:.0f}%" for level, share in levels.items()),

@@ -26,7 +26,8 @@ from megadcp.data.step_documents import DocumentSource, StepDocuments, Validatio
 from megadcp.data.tokenizer import Tokenizer, open_tokenizer
 from megadcp.engine.step import run_step
 from megadcp.nn.flops import flops
-from megadcp.plan.plan_file import PlanWriter
+from megadcp.plan.ahead import PlanWorker, PlanWorkerDied
+from megadcp.plan.plan_file import PlanWriter, plans_file, zstandard
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import StepPlan
 from megadcp.train import checkpoint
@@ -53,9 +54,11 @@ class _Run:
     source: DocumentSource
     held_out: list[ValidationSet]
     plan_for: Callable[[StepDocuments], StepPlan]
+    worker: PlanWorker | None
     tokenizer: Tokenizer | None
     state: TrainState
     metrics: MetricsFile
+    plans: Path
     saved_step: int = -1
 
 
@@ -63,13 +66,13 @@ def train(config: Config, folder: Path | str) -> int:
     """Train until run.steps are done, from wherever the run folder stops; returns the exit code. No other process may train in it."""
     run_folder = RunFolder(folder)
     run_folder.path.mkdir(parents=True, exist_ok=True)
-    with _console(config) as console, _threads(config.cluster.threads), StopRequest() as stop:
-        run = _open(config, run_folder, console)
+    with _console(config) as console, _threads(config.cluster.threads), StopRequest() as stop, PlanWorker(config, console.say) as worker:
+        run = _open(config, run_folder, console, worker if config.plan.worker == "process" and config.plan.ahead else None)
         try:
             code = _steps(run, stop)
             if code == FINISHED:
                 _finish(run)
-        except (OSError, checkpoint.CheckpointError) as error:
+        except (OSError, checkpoint.CheckpointError, PlanWorkerDied) as error:
             console.say(f"FAILED after step {run.state.progress.step}: {error}")
             return FAILED
         finally:
@@ -80,7 +83,9 @@ def train(config: Config, folder: Path | str) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------- open
-def _open(config: Config, folder: RunFolder, console: Console) -> _Run:
+def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorker | None) -> _Run:
+    if config.plan.compress:
+        zstandard()  # refused now, if it is missing
     device = choose_device(config)
     tokenizer = open_tokenizer(config.data.tokenizer.kind, config.data.tokenizer.path) if _names_tokenizer(config) else None
     if tokenizer is not None and tokenizer.vocab_size > config.model.vocab:
@@ -96,13 +101,16 @@ def _open(config: Config, folder: RunFolder, console: Console) -> _Run:
     def plan_for(documents: StepDocuments) -> StepPlan:
         return planner(documents.step, documents.lengths.tolist())
 
+    if worker is not None:
+        worker.start()  # it is ready by the time the model is
     state = new_state(config, device, source.fingerprint, tokenizer.fingerprint if tokenizer else "")
     for line in describe(config, device, source, held_out, tokenizer):
         console.say(line)
     found = checkpoint.newest(folder, console.say, repair=True)
     last_step = 0 if found is None else found.step
+    plans = plans_file(folder.path, config.plan.compress, last_step, console.say)
     metrics = MetricsFile(folder.metrics, last_step, console.say)
-    run = _Run(config, folder, console, source, held_out, plan_for, tokenizer, state, metrics)
+    run = _Run(config, folder, console, source, held_out, plan_for, worker, tokenizer, state, metrics, plans)
     if found is not None:
         state.load(found)
         run.saved_step = found.step
@@ -158,12 +166,12 @@ def _steps(run: _Run, stop: StopRequest) -> int:
         return FINISHED
     run.folder.result.unlink(missing_ok=True)  # it told of fewer steps
     log = StepLog(config, partial(flops, config.model), None if state.device.type == "cpu" else config.hardware.peak_flops)
-    loader = StepLoader(run.source, run.plan_for, state.progress.step, config.run.steps, config.plan.ahead)
-    with loader, PlanWriter(run.folder.plans, state.progress.step, run.console.say) as plans:
+    loader = StepLoader(run.source, run.worker or run.plan_for, state.progress.step, config.run.steps, config.plan.ahead)
+    with loader, PlanWriter(run.plans, state.progress.step, run.console.say) as plans:
         begin = time.perf_counter()
         for loaded in loader:
             data_seconds = time.perf_counter() - begin
-            plans.append(loaded.plan)
+            plans.append(loaded.plan, loaded.record)
             row = _one_step(run, loaded, log, begin, data_seconds)
             run.metrics.write(row)
             step = state.progress.step

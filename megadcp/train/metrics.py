@@ -7,7 +7,8 @@ Keys of a step's row, with units (docs and outside tools rely on them):
   tokens_per_second real tokens of the step / `seconds`; padded_share: padding / all tokens run
   tflops, mfu       model FLOPs (real lengths, no recompute) / `seconds`, in 1e12; their share of the peak, null when no peak is known
   memory_bytes      GPU: largest allocation during the step; CPU: resident set of the process after a forward
-  data_seconds      waited for data; plan_seconds: planning, in the background
+  data_seconds      waited for data, plan included; wait_seconds: the part of it in which the plan was not ready
+  plan_seconds      planning, in the background
   predicted_seconds, measured_seconds   forward and backward of all microbatches; update_seconds: clip and optimizer
   seconds           from the end of the step before to the end of this one, without saving and validating
   targets           tokens whose loss counts; skipped: true when the step was not applied, then `problem` says why

@@ -14,13 +14,18 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.metrics = self.path / "metrics.jsonl"
-        self.plans = self.path / "plans.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.latest = self.path / "latest"
         self.loss_curve = self.path / "loss.svg"
         self.lengths = self.path / "lengths.svg"
         self.sample = self.path / "sample.txt"
         self.result = self.path / "result.json"
+
+    @property
+    def plans(self) -> Path:
+        """plans.jsonl, or plans.jsonl.zst where only that is there."""
+        plain, packed = self.path / "plans.jsonl", self.path / "plans.jsonl.zst"
+        return packed if packed.exists() and not plain.exists() else plain
 
 
 def write_text(path: Path, text: str) -> None:

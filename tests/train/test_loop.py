@@ -25,10 +25,21 @@ from megadcp.train.loop import FAILED, FINISHED, STOPPED, train
 from megadcp.train.metrics import MetricsFile, read_metrics
 from megadcp.train.run_folder import RunFolder
 
-TIMES = {"tokens_per_second", "tflops", "memory_bytes", "data_seconds", "plan_seconds", "measured_seconds", "update_seconds", "seconds", "measured"}
+TIMES = {
+    "tokens_per_second",
+    "tflops",
+    "memory_bytes",
+    "data_seconds",
+    "plan_seconds",
+    "wait_seconds",
+    "measured_seconds",
+    "update_seconds",
+    "seconds",
+    "measured",
+}
 KEYS = {
     "step", "tokens", "documents", "loss", "grad_norm", "lr", "tokens_per_second", "padded_share", "tflops", "mfu", "memory_bytes", "data_seconds",
-    "plan_seconds", "predicted_seconds", "measured_seconds",
+    "plan_seconds", "wait_seconds", "predicted_seconds", "measured_seconds",
 }  # fmt: skip
 
 
@@ -108,7 +119,7 @@ def test_it_says_what_it_decided_and_how_it_goes(prefix, tmp_path, capsys):
         assert any(line.startswith(start) for line in said.splitlines()), start
     line = next(line for line in said.splitlines() if line.startswith("step 2/2"))
     fields = [field.split()[0] if not field[0].isdigit() else field.split()[-1] for field in line.split(" | ")]
-    assert fields == ["step", "loss", "gnorm", "lr", "tok/s", "GFLOP/s", "mem", "data", "plan", "pred/meas", "pad", "rc", "eta"]
+    assert fields == ["step", "loss", "gnorm", "lr", "tok/s", "GFLOP/s", "mem", "data", "plan", "wait", "pred/meas", "pad", "rc", "eta"]
 
 
 def test_a_second_call_changes_nothing(prefix, whole, tmp_path):
