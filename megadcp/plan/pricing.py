@@ -1,0 +1,169 @@
+"""What a pack costs on a group, without pipelines, fast: seconds from its tokens and squares, with its cheapest kind and recompute.
+
+L padded tokens of the group, Q sum of squared padded lengths, P = cp, t = L / P, N layers. The same formulas as cost.py and memory.py,
+with everything that does not depend on the pack worked out beforehand; `Prices.microbatch` gives the exact value of a finished pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import ceil, inf, lcm
+
+from megadcp.plan.basis import Basis
+from megadcp.plan.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR, SELECTIVE_SHARE, CostModel, Load
+from megadcp.plan.limits import Limits
+from megadcp.plan.memory import LAST_BITS, MemoryModel
+from megadcp.plan.packing import pad
+from megadcp.plan.step_plan import LEVELS, Microbatch, Recompute, round_bytes, round_seconds
+
+
+class Group:
+    """Prices for groups of one size, in one node or not. `plain`, `most`: most tokens without recompute, and at all.
+
+    With a recompute value that the run names, plain = most.
+    """
+
+    def __init__(self, prices: Prices, cp: int, inside: bool) -> None:
+        cost, basis = prices.cost, prices.basis
+        layers = basis.model.layers
+        self.prices, self.cp, self.inside = prices, cp, inside
+        self.step = 2 * cp if cp > 1 else 1  # documents are padded to this
+        self.grain = lcm(cp * basis.align, self.step)  # and their sum to this
+        self.fixed = layers * ((1 + BACKWARD_LINEAR) * cost.linear_second * cost.half + basis.profile.layer_overhead_seconds)
+        self.fixed += cost.head_second * cost.half
+        self.slope = (layers * ((1 + BACKWARD_LINEAR) * cost.linear_second + cost.tp_second) + cost.head_second) / cp
+        self.attention = (1 + BACKWARD_ATTENTION) * layers * cost.attention_second / cp
+        self.kinds = [self._kind(cost, kind) for kind in cost.legal_kinds(cp)]
+        choices = [Recompute()] if prices.limits.free else list(prices.limits.choices)
+        self.plain = self._down(prices.tokens_of(choices[0]))
+        self.most = max(self._down(prices.tokens_of(choice)) for choice in prices.limits.choices)
+        self.cap = min(self.most, prices.limits.pack_tokens // self.grain * self.grain)  # of a pack with more than one document
+        self.full = min(self.plain, self.cap)  # a pack of this many tokens has no recompute that it could do without
+
+    def _down(self, local: int) -> int:
+        return local * self.cp // self.grain * self.grain
+
+    def _kind(self, cost: CostModel, kind: str) -> tuple[float, float, float, float, float]:
+        """(half length, always exposed: constant and per token, hidden by attention: constant and per token), of all layers."""
+        layers, profile = self.prices.basis.model.layers, self.prices.basis.profile
+        ranks = self.cp if kind == "ring" else self.cp // cost.head_split(self.cp) if kind == "2d" else 1
+        half = profile.attention_half_length * ranks
+        nothing, token = Load(0.0, 0.0, self.cp, kind, self.inside), Load(1.0, 0.0, self.cp, kind, self.inside)
+        if kind == "2d":  # its two parts: with attention that hides everything, what is left is the exchange
+            exchange = cost.exposed(nothing, inf), cost.exposed(token, inf)
+            both = cost.exposed(nothing, 0.0), cost.exposed(token, 0.0)
+            ring = both[0] - exchange[0], both[1] - exchange[1]
+            return half, layers * exchange[0], layers * (exchange[1] - exchange[0]), layers * ring[0], layers * (ring[1] - ring[0])
+        constant, one = cost.exposed(nothing, 0.0), cost.exposed(token, 0.0)
+        if kind == "ring":
+            return half, 0.0, 0.0, layers * constant, layers * (one - constant)
+        return half, layers * constant, layers * (one - constant), 0.0, 0.0
+
+    def seconds(self, tokens: int, squares: float) -> float:
+        """Seconds of a pack with its cheapest kind and recompute; inf when it fits at no level. Its sum is padded here."""
+        grow = -tokens % self.grain
+        if grow:
+            tokens += grow
+            squares += grow * grow
+        if tokens > self.most:
+            return inf
+        least, attention = inf, 0.0
+        for half, constant, each, hidden_constant, hidden_each in self.kinds:
+            own = self.attention * (squares + half * tokens)
+            hidden = hidden_constant + hidden_each * tokens
+            total = constant + each * tokens + (own if own > hidden else hidden)
+            if total < least:
+                least, attention = total, own
+        seconds = self.fixed + self.slope * tokens + least
+        if tokens > self.plain or not self.prices.limits.free:
+            seconds += self.prices.recompute_seconds(tokens / self.cp, attention / (1 + BACKWARD_ATTENTION), least - attention)
+        return seconds
+
+    def divided(self, tokens: int, squares: float) -> tuple[int, float]:
+        """(count, seconds): into how many equal packs so many tokens are best divided, and the sum of their times."""
+        if tokens <= self.full:
+            return 1, self.seconds(tokens, squares)
+        full = self.full or 1
+        fewest = max(1, -(-tokens // (self.cap or 1)), tokens // full // 2)
+        best, least = 0, inf
+        for count in range(fewest, max(fewest, -(-tokens // full)) + 2):
+            seconds = count * self.seconds(-(-tokens // count), squares / count)
+            if seconds < least:
+                best, least = count, seconds
+        return (best, least) if best else (1, self.seconds(tokens, squares))
+
+
+class Prices:
+    """Prices of packs under a run's limits when groups of the given sizes are allowed, all of which have communicators in memory."""
+
+    def __init__(self, basis: Basis, limits: Limits, sizes: Sequence[int]) -> None:
+        self.basis, self.limits, self.sizes = basis, limits, tuple(sizes)
+        self.cost, self.memory = CostModel(basis), MemoryModel(basis)
+        self.budget = self.memory.budget(0, sum(cp > 1 for cp in sizes))
+        self._most: dict[Recompute, int] = {}
+        self._groups: dict[tuple[int, bool], Group] = {}
+
+    def tokens_of(self, choice: Recompute) -> int:
+        """Most local tokens with this recompute."""
+        if choice not in self._most:
+            self._most[choice] = self.memory.most_tokens(choice.level, choice.layers, [self.budget])
+        return self._most[choice]
+
+    def group(self, cp: int, lane: int = 0) -> Group:
+        """The prices of a group of `cp` lanes that starts at `lane`."""
+        key = cp, self.cost.in_node(lane, cp)
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = Group(self, *key)
+        return found
+
+    def recompute_seconds(self, local: float, attention: float, exposed: float) -> float:
+        """Seconds that the cheapest recompute adds that makes `local` tokens fit; inf if none does.
+
+        attention, exposed: seconds of all layers, forward and forward + backward.
+        """
+        layers = self.basis.model.layers
+        linear = self.cost.linear_second * (local + self.cost.half)
+        mlp = self.cost.mlp_second * (local + self.cost.half)
+        each = {"none": 0.0, "selective": SELECTIVE_SHARE * linear, "mlp": mlp, "full": linear + (attention + 0.5 * exposed) / layers}
+        if not self.limits.free:
+            choice = self.limits.choices[0]
+            return each[choice.level] * choice.layers if local <= self.tokens_of(choice) else inf
+        stored, memory = self.memory.token_bytes, self.memory
+        least = inf
+        for level in LEVELS[1:]:
+            over = local * layers * stored["none"] + memory.passing(0, local, level) - self.budget
+            count = max(1, ceil(over / (local * (stored["none"] - stored[level])) - LAST_BITS))
+            if count <= layers and each[level] * count < least:
+                least = each[level] * count
+        return least
+
+    # ------------------------------------------------------------------------------------------------------------ exactly
+    def microbatch(self, documents: Sequence[int], lengths: Sequence[int], cp: int, lane: int, slot: int = 0) -> tuple[Microbatch, float] | None:
+        """A finished pack with its exact seconds (unrounded beside it): cheapest kind and recompute; None when it fits at no level."""
+        padded = pad([lengths[document] for document in documents], cp, self.basis.align)
+        tokens, local = sum(padded), sum(padded) / cp
+        squares = sum([length * length for length in padded])
+        best: Microbatch | None = None
+        least, exact = (0, 0), 0.0
+        for kind in self.cost.legal_kinds(cp):
+            layer = self.cost.layer(Load(tokens, squares, cp, kind, self.cost.in_node(lane, cp)))
+            for choice in self.fitting(local):
+                seconds, need = self.cost.stages(layer, local, choice.level, choice.layers)[0], self.memory.need(0, local, choice)
+                score = round(seconds * 1e9), round(need)
+                if best is None or score < least:
+                    least, exact = score, seconds
+                    best = Microbatch(slot, lane, cp, tuple(documents), padded, choice, kind, round_seconds(seconds), round_bytes(need))
+        return None if best is None else (best, exact)
+
+    def fitting(self, local: float) -> Iterator[Recompute]:
+        """The recompute values worth pricing: the named one, or each level with its least layers; none alone if it fits."""
+        if not self.limits.free:
+            yield from (choice for choice in self.limits.choices if local <= self.tokens_of(choice))
+            return
+        for level in LEVELS:
+            layers = self.memory.least_layers(local, level, [self.budget])
+            if layers >= 0:
+                yield Recompute(level, layers)
+            if layers == 0:
+                return
