@@ -25,6 +25,7 @@ from megadcp.plan.step_plan import Microbatch
 LARGE = 0.02  # of a step: documents that take less fill gaps, and are not worth more lanes
 GRAINS = 16  # steps of the table of SingleLane, in a full microbatch
 GOOD = 1.004  # of the lower bound: no further recipe is tried
+EVEN = 1.001  # of the mean load
 PLACEMENTS = 3000  # documents placed by all recipes together, but at least FEWEST recipes
 FEWEST = 2
 
@@ -44,15 +45,13 @@ class Recipe(NamedTuple):
 RECIPES = (
     Recipe(1, 1.01, False),
     Recipe(1, 1.04, False),
+    Recipe(1, 1.02, True),
+    Recipe(2, 1.04, True),
+    Recipe(8, 1.04, True),
+    Recipe(4, 1.02, False),
     Recipe(2, 1.01, False),
     Recipe(8, 1.01, False),
-    Recipe(1, 1.02, True),
-    Recipe(4, 1.02, False),
-    Recipe(2, 1.04, True),
     Recipe(4, 1.04, True),
-    Recipe(8, 1.04, True),
-    Recipe(16, 1.02, False),
-    Recipe(32, 1.02, False),
 )
 
 
@@ -81,11 +80,12 @@ def search(basis: Basis, lengths: Sequence[int], limits: Limits, bound: float) -
         if number == 0 and used < limits.max_cp and any(pack.tokens > pack.group.plain for pack in packs):
             lanes = Lanes(Prices(basis, limits, [cp for cp in prices.sizes if cp <= used]), lengths)  # more memory for everything else
         packs = lanes.balance(packs)
-        end = max(lanes.loads(packs))
+        loads = lanes.loads(packs)
+        end = max(loads)
         if end < least:
             best, least = packs, end
-        if end <= GOOD * bound:
-            break
+        if end <= GOOD * bound or (used == prices.sizes[0] and end <= EVEN * fsum(loads) / len(loads)):
+            break  # a recipe can change group sizes and balance, and here there is nothing to gain from either
     return lanes.microbatches(best)
 
 
@@ -235,16 +235,21 @@ class Lanes:
         documents = sorted(block.documents, key=lambda document: (-lengths[document], document))
         if block.tokens <= group.full:
             return [self._pack(block, documents)]
-        count, _ = group.divided(block.tokens, block.squares)
-        candidates = [balanced(documents, lengths, more) for more in (count, count + 1)]
-        candidates.append(first_fit(documents, lengths, group.full - group.grain - (len(documents) * group.step if group.cp > 1 else 0)))
+        count, equal = group.divided(block.tokens, block.squares)
         best: list[Pack] = []
         least = inf
-        for candidate in candidates:
+        for divide in (count, count + 1, 0):
+            if divide:
+                candidate = balanced(documents, lengths, divide)
+            else:
+                spare = group.grain + (len(documents) * group.step if group.cp > 1 else 0)
+                candidate = first_fit(documents, lengths, group.full - spare)
             packs = [self._pack(block, members) for members in candidate]
             seconds = fsum(pack.seconds for pack in packs)
             if seconds < least:
                 best, least = packs, seconds
+            if least * block.speed <= EVEN * equal:
+                break
         return best or [self._pack(block, [document]) for document in documents]
 
     def _pack(self, block: Block, documents: list[int]) -> Pack:
@@ -267,11 +272,11 @@ class Lanes:
         return loads
 
     def microbatches(self, packs: Sequence[Pack]) -> list[Microbatch]:
-        """The microbatches of packs with their exact predictions, largest cp first."""
+        """The microbatches of packs with their exact predictions: largest cp first, then longest first, so that too little memory shows at once."""
         slots = [0] * self.count
         done: list[Microbatch] = []
         prices = Prices(self.prices.basis, self.prices.limits, sorted({pack.cp for pack in packs}))  # sizes that are not used need no memory
-        for pack in sorted(packs, key=lambda pack: (-pack.cp, pack.lane)):
+        for pack in sorted(packs, key=lambda pack: (-pack.cp, pack.lane, -round(pack.seconds * 1e9), pack.documents)):
             slot = slots[pack.lane]
             found = prices.microbatch(pack.documents, self.lengths, pack.cp, pack.lane, slot)
             assert found is not None, "a pack that was priced fits"
@@ -361,11 +366,20 @@ class Site:
                 best, where = end, new_lane
         return best, where, cp
 
+    def _mean(self, columns: Sequence[Block], documents: Sequence[int]) -> float:
+        """About the mean load when the documents are spread over the columns: no lane can be asked to end before that."""
+        lengths, count = self.lanes.lengths, sum(column.cp for column in columns)
+        cp = min(column.cp for column in columns)
+        tokens = sum([lengths[document] for document in documents]) * cp // count
+        squares = sum([lengths[document] ** 2 for document in documents]) * cp // count
+        return fsum(self.loads) / len(self.loads) + self.lanes.block(cp, 0).price(tokens, squares)
+
     def fill(self, columns: list[Block], documents: Sequence[int]) -> None:
         """Each document, longest first, into the column that ends first; a long one into a larger block if it would end too late there."""
         loads, lengths = self.loads, self.lanes.lengths
         largest, worthwhile = self.lanes.prices.sizes[-1], LARGE * self.target
         single = SingleLane(self.lanes.prices.group(1), documents, lengths)
+        target = max(self.target, EVEN * self._mean(columns, documents))
         heap = [(max(loads[column.lane : column.lane + column.cp]), number) for number, column in enumerate(columns)]
         heapq.heapify(heap)
         for document in documents:
@@ -386,7 +400,7 @@ class Site:
                 total, squares = column.tokens + tokens, column.squares + tokens * tokens
                 seconds = column.price(total, squares)
             end = load + seconds - column.seconds
-            if end > self.target and seconds - column.seconds > worthwhile and cp < largest:
+            if end > target and seconds - column.seconds > worthwhile and cp < largest:
                 self.place(document, cp)
                 continue
             heapq.heapreplace(heap, (end, number))

@@ -18,6 +18,7 @@ from megadcp.plan.basis import Basis
 from megadcp.plan.lower_bound import lower_bound
 from megadcp.plan.memory import MemoryModel
 from megadcp.plan.planner import planner_for
+from megadcp.plan.pricing import Prices
 from megadcp.plan.simulate import simulate
 from megadcp.plan.step_plan import Recompute, from_json, plan_hash, to_json
 from megadcp.plan.verify import verify
@@ -134,13 +135,21 @@ def test_skewed_lengths_gain_over_static_best():
     assert max(gains) > 1.03
 
 
+def budget_of(made):
+    return made.memory.budget(0, 0)
+
+
+def most_of(made, choice):
+    return made.memory.most_tokens(choice.level, choice.layers, [budget_of(made)])
+
+
 def test_recompute_is_chosen_pack_by_pack():
     tight = planner(hardware=replace(LAPTOP, layer_overhead_seconds=1e-5))
-    longest_plain = tight.most[Recompute()]
+    longest_plain = most_of(tight, Recompute())
     plan = tight(0, [longest_plain * 3 // 2, longest_plain // 2, longest_plain // 3])
     assert [(one.documents, one.recompute.level != "none") for one in plan.microbatches] == [((0,), True), ((1, 2), False)]
     forced = next(one for one in plan.microbatches if 0 in one.documents)
-    memory, budget = MemoryModel(Basis.of(plan)), tight.budgets[0]
+    memory, budget = MemoryModel(Basis.of(plan)), budget_of(tight)
     # the cheapest that fits: by trying every level and layer count
     b = Basis.of(plan)
     options = [replace(forced, recompute=Recompute(level, n)) for level in ("selective", "mlp", "full") for n in range(1, 7)]
@@ -162,6 +171,7 @@ def all_packings(ids):
 
 def test_close_to_the_best_of_all_packings():
     tight = planner(replace(ref.SMALL, vocab=200), hardware=replace(LAPTOP, memory_bytes=0.4e9, layer_overhead_seconds=1e-4))
+    prices = Prices(tight.basis, tight.limits, [1])
     gaps, counts = [], set()
     for seed in range(12):
         rng = random.Random(seed)
@@ -169,9 +179,9 @@ def test_close_to_the_best_of_all_packings():
         plan = tight(0, lengths)
         best = float("inf")
         for packs in all_packings(list(range(6))):
-            priced = tight._price_all([sorted(pack, key=lambda k: (-lengths[k], k)) for pack in packs], lengths)
-            if priced is not None:
-                best = min(best, sum(pack.seconds for pack in priced))
+            priced = [prices.microbatch(sorted(pack, key=lambda k: (-lengths[k], k)), lengths, 1, 0) for pack in packs]
+            if None not in priced:
+                best = min(best, sum(seconds for _, seconds in priced))
         gaps.append(plan.predicted.seconds / best)
         counts.add(len(plan.microbatches))
     assert len(counts) > 1
@@ -206,13 +216,13 @@ def refused(call):
 
 def test_a_document_that_fits_nowhere():
     tight = planner()
-    most = max(tight.most.values())
+    most = max(most_of(tight, choice) for choice in tight.limits.choices)
     assert len(tight(0, [most]).microbatches) == 1
     message = refused(lambda: tight(4, [5, most + 1, 7]))
     b, memory = tight.basis, tight.memory
     need = memory.need(0, most + 1, Recompute("full", 6))
     assert f"step 4: document 1 with {most + 1} tokens does not fit on the lane" in message
-    assert f"needs {need / 1e9:.4g} GB even with recompute=full on 6 layers, {tight.budgets[0] / 1e9:.4g} GB are free" in message
+    assert f"needs {need / 1e9:.4g} GB a rank even with recompute=full on 6 layers, {budget_of(tight) / 1e9:.4g} GB are free" in message
     assert f"data.max_length={most} or less" in message
     enough = int(message.split("a device with ")[1].split(" GB")[0])
     assert len(planner(hardware=replace(LAPTOP, memory_bytes=enough * 1e9))(0, [most + 1]).microbatches) == 1
@@ -221,7 +231,7 @@ def test_a_document_that_fits_nowhere():
 
 def test_a_document_that_the_named_level_does_not_hold():
     named = planner(recompute="none")
-    most = named.most[Recompute()]
+    most = most_of(named, Recompute())
     message = refused(lambda: named(0, [most + 1]))
     assert "recompute=none on 0 layers" in message
     assert "plan.recompute=auto" in message
@@ -232,7 +242,7 @@ def test_the_largest_document_fits_with_alignment():
     for precision in ("fp8_current", "fp8_block"):
         aligned = planner(precision=precision)
         unit = aligned.basis.unit
-        most = max(aligned.most.values()) // unit * unit
+        most = max(most_of(aligned, choice) for choice in aligned.limits.choices) // unit * unit
         check(aligned(0, [most, 3]), [most, 3])
         assert f"data.max_length={most} or less" in refused(lambda a=aligned, m=most: a(0, [m + 1]))
 
@@ -253,8 +263,6 @@ def test_no_memory_for_activations():
 
 
 def test_settings_that_the_policy_can_not_keep():
-    assert "plans for one lane" in refused(lambda: planner_for(ref.config(ref.SMALL, lanes=8)))
-    assert "parallel.pp=2" in refused(lambda: planner_for(ref.config(ref.SMALL, pp=2)))
     assert "plan.policy=magic is not known" in refused(lambda: planner(policy="magic"))
     assert "plan.recompute=some is not known; legal here: auto, none" in refused(lambda: planner(recompute="some"))
     assert "plan.recompute_layers=7 must be between 0 (all) and 6" in refused(lambda: planner(recompute="full", recompute_layers=7))
