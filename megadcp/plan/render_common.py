@@ -186,8 +186,8 @@ def short(value: int) -> str:
     """1,500 -> 1.5K. Multiples of 1,024 are counted in 1,024s, as people read lengths."""
     base = 1024 if value >= 1024 and value % 1024 == 0 else 1000
     for size, letter in ((base**3, "G"), (base**2, "M"), (base, "K")):
-        if value >= size:
-            return f"{value / size:.3g}{letter}" if value < 1000 * size else f"{value / size:.0f}{letter}"
+        if value >= size * (1 if base == 1024 else 0.9995):
+            return f"{value / size:.3g}{letter}" if value < 999.5 * size else f"{value / size:.0f}{letter}"
     return str(value)
 
 

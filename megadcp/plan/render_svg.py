@@ -128,7 +128,7 @@ def _swatches(view: Scene) -> list[Swatch]:
     swatches = [Swatch(f"cp {cp} ({counts[cp]:,})", f"c{cp}") for cp in sorted(counts)]
     sample = max(sorted(counts), key=lambda cp: counts[cp]) if counts else 1
     if view.split:
-        swatches += [Swatch("forward: faint", f"c{sample}f"), Swatch("backward: full colour", f"c{sample}")]
+        swatches += [Swatch("forward: dark shade", f"c{sample}f"), Swatch("backward: full colour", f"c{sample}")]
     used = {one.recompute.level for one in plan.microbatches}
     for level in LEVELS[1:]:
         if level in used:

@@ -19,15 +19,16 @@ SIZE = 11.5  # pixels of the font
 
 # cp 1, 2, 4, ... 1024
 CP_COLOURS = ("#7faee9", "#4861d5", "#f6722b", "#c3e143", "#892218", "#7be3f5", "#654e6f", "#eda382", "#314398", "#906520", "#0a8fd1")
-FORWARD_COLOUR = 0.5  # a forward's colour is this much of its backward's, the rest is paper
+FORWARD_COLOUR = 0.5  # a forward's colour is this much of its backward's, the rest is DARK_INK: never like the pale ground of idle time
+DARK_INK, LIGHT_INK = "#111827", "#ffffff"
 
 LIGHT = {
     "paper": "#ffffff",
     "title": "#111827",
     "text": "#374151",
     "note": "#6b7280",
-    "idle": "#e5e7eb",
-    "grid": "#c7ccd4",
+    "idle": "#eceef2",
+    "grid": "#cfd4dc",
     "axis": "#9ca3af",
     "end": "#111827",
     "bound": "#047857",
@@ -57,10 +58,14 @@ def colour_of(cp: int) -> str:
     return CP_COLOURS[(cp.bit_length() - 1) % len(CP_COLOURS)]
 
 
+def forward_colour(cp: int) -> str:
+    """The colour of a group size's forwards, where they are events of their own."""
+    return mix(colour_of(cp), DARK_INK, FORWARD_COLOUR)
+
+
 def ink_on(colour: str) -> str:
     """Black or white: what reads better on a colour."""
-    dark, light = "#111827", "#ffffff"
-    return dark if contrast(dark, colour) >= contrast(light, colour) else light
+    return DARK_INK if contrast(DARK_INK, colour) >= contrast(LIGHT_INK, colour) else LIGHT_INK
 
 
 def contrast(one: str, other: str) -> float:
@@ -78,9 +83,9 @@ def _luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def mix(colour: str, paper: str, share: float) -> str:
-    """`share` of a colour, the rest paper."""
-    return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in zip(_channels(colour), _channels(paper), strict=True))
+def mix(colour: str, other: str, share: float) -> str:
+    """`share` of a colour, the rest another."""
+    return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in zip(_channels(colour), _channels(other), strict=True))
 
 
 def style(sizes: Iterable[int], theme: str) -> str:
@@ -90,24 +95,20 @@ def style(sizes: Iterable[int], theme: str) -> str:
     """
     if theme not in THEMES:
         raise UserError(f"theme={theme!r} is not known; legal here: {', '.join(THEMES)}")
-    sizes = sorted(set(sizes))
-    rules = _rules(DARK if theme == "dark" else LIGHT, sizes)
+    rules = [FIXED, _rules(DARK if theme == "dark" else LIGHT)]
     if theme == "auto":
-        rules += "\n@media (prefers-color-scheme: dark) {\n" + _rules(DARK, sizes) + "\n}"
-    return f"<style>\n{FIXED}\n{rules}\n</style>"
+        rules.append("@media (prefers-color-scheme: dark) {\n" + _rules(DARK) + "\n}")
+    for cp in sorted(set(sizes)):
+        for name, fill in ((f"{cp}", colour_of(cp)), (f"{cp}f", forward_colour(cp))):
+            rules.append(f".c{name} {{ fill: {fill} }} .t{name} {{ fill: {ink_on(fill)} }}")
+    return "<style>\n" + "\n".join(rules) + "\n</style>"
 
 
-def _rules(theme: dict[str, str], sizes: Sequence[int]) -> str:
+def _rules(theme: dict[str, str]) -> str:
     rules = [f"text {{ fill: {theme['text']} }} .paper {{ fill: {theme['paper']} }} .edge {{ stroke: {theme['paper']} }}"]
     rules.append(" ".join(f".{name} {{ fill: {theme[name]} }}" for name in ("title", "note", "idle")))
     rules.append(" ".join(f".{name} {{ stroke: {theme[name]} }}" for name in ("grid", "axis")) + f" .node {{ stroke: {theme['note']} }}")
     rules.append(" ".join(f".{name}line {{ stroke: {theme[name]} }} .{name}text {{ fill: {theme[name]} }}" for name in ("end", "bound", "measured")))
-    for cp in sizes:
-        colour = colour_of(cp)
-        forward = mix(colour, theme["paper"], FORWARD_COLOUR)
-        rules.append(
-            f".c{cp} {{ fill: {colour} }} .t{cp} {{ fill: {ink_on(colour)} }} .c{cp}f {{ fill: {forward} }} .t{cp}f {{ fill: {ink_on(forward)} }}"
-        )
     return "\n".join(rules)
 
 
@@ -121,7 +122,7 @@ SHAPES = {  # of one tile of 7 x 7 pixels
 
 def pattern_of(level: str, cp: int) -> str:
     """Name of the hatching of a recompute level, in the ink that shows on a group size's colour."""
-    return f"{level}-{'light' if ink_on(colour_of(cp)) == '#ffffff' else 'dark'}"
+    return f"{level}-{'light' if ink_on(colour_of(cp)) == LIGHT_INK else 'dark'}"
 
 
 def patterns(names: Iterable[str]) -> str:
@@ -129,7 +130,7 @@ def patterns(names: Iterable[str]) -> str:
     parts = []
     for name in sorted(set(names)):
         level, ink = name.split("-")
-        shape = SHAPES[level].replace("INK", "#ffffff" if ink == "light" else "#111827")
+        shape = SHAPES[level].replace("INK", LIGHT_INK if ink == "light" else DARK_INK)
         opacity = 0.65 if ink == "light" else 0.6
         parts.append(f'<pattern id="{name}" width="7" height="7" patternUnits="userSpaceOnUse"><g opacity="{opacity}">{shape}</g></pattern>')
     return f"<defs>{''.join(parts)}</defs>" if parts else ""
