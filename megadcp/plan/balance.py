@@ -105,9 +105,11 @@ class Balance:
             for lane in low:
                 others += [pack for pack in self.on_lane[lane] if pack is not source and pack not in others]
             others += self._new_packs(source, low)
-            for target in others:
-                yield from self._exchanges(source, target, latest)
             yield from self._resized(source)
+            for target in others:
+                if self.budget <= 0:
+                    return
+                yield from self._exchanges(source, target, latest)
 
     def _new_packs(self, source: Pack, low: Sequence[int]) -> list[Pack]:
         """Empty packs: on the least loaded lane, on the least loaded block of the source's size, on a block around the source."""

@@ -26,6 +26,7 @@ LARGE = 0.02  # of a step: documents that take less fill gaps, and are not worth
 GRAINS = 16  # steps of the table of SingleLane, in a full microbatch
 GOOD = 1.004  # of the lower bound: no further recipe is tried
 EVEN = 1.001  # of the mean load
+HOPELESS = 1.01  # of the best end so far: what starts above is not balanced
 PLACEMENTS = 3000  # documents placed by all recipes together, but at least FEWEST recipes
 FEWEST = 2
 
@@ -79,8 +80,10 @@ def search(basis: Basis, lengths: Sequence[int], limits: Limits, bound: float) -
         used = max(pack.cp for pack in packs)
         if number == 0 and used < limits.max_cp and any(pack.tokens > pack.group.plain for pack in packs):
             lanes = Lanes(Prices(basis, limits, [cp for cp in prices.sizes if cp <= used]), lengths)  # more memory for everything else
-        packs = lanes.balance(packs)
         loads = lanes.loads(packs)
+        if max(loads) <= HOPELESS * least:
+            packs = lanes.balance(packs)
+            loads = lanes.loads(packs)
         end = max(loads)
         if end < least:
             best, least = packs, end
@@ -260,7 +263,7 @@ class Lanes:
 
     def balance(self, packs: list[Pack]) -> list[Pack]:
         """The packs after a local search with a number of moves that follows from documents and lanes."""
-        budget = 200 + 4 * self.count + len(self.lengths) // 4
+        budget = 100 + 4 * self.count + len(self.lengths) // 16
         return Balance(packs, self.count, self.lengths, self.new, self.prices.sizes, budget).run()
 
     def loads(self, packs: Sequence[Pack]) -> list[float]:

@@ -12,7 +12,7 @@ from math import ceil, inf, lcm
 from megadcp.plan.basis import Basis
 from megadcp.plan.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR, SELECTIVE_SHARE, CostModel, Load
 from megadcp.plan.limits import Limits
-from megadcp.plan.memory import LAST_BITS, MemoryModel
+from megadcp.plan.memory import LAST_BITS, LOGIT_BYTES, MemoryModel
 from megadcp.plan.packing import pad
 from megadcp.plan.step_plan import LEVELS, Microbatch, Recompute, round_bytes, round_seconds
 
@@ -100,6 +100,10 @@ class Prices:
         self.basis, self.limits, self.sizes = basis, limits, tuple(sizes)
         self.cost, self.memory = CostModel(basis), MemoryModel(basis)
         self.budget = self.memory.budget(0, sum(cp > 1 for cp in sizes))
+        stored, model = self.memory.token_bytes, basis.model
+        self._stored, self._saved = stored["none"], [(level, stored["none"] - stored[level]) for level in LEVELS[1:]]
+        self._chunk, self._logit = basis.profile.loss_chunk, model.vocab * LOGIT_BYTES / basis.layout.tp
+        self._rates = {"selective": SELECTIVE_SHARE * self.cost.linear_second, "mlp": self.cost.mlp_second}
         self._most: dict[Recompute, int] = {}
         self._groups: dict[tuple[int, bool], Group] = {}
 
@@ -122,20 +126,24 @@ class Prices:
 
         attention, exposed: seconds of all layers, forward and forward + backward.
         """
-        layers = self.basis.model.layers
-        linear = self.cost.linear_second * (local + self.cost.half)
-        mlp = self.cost.mlp_second * (local + self.cost.half)
-        each = {"none": 0.0, "selective": SELECTIVE_SHARE * linear, "mlp": mlp, "full": linear + (attention + 0.5 * exposed) / layers}
+        layers, ramped = self.basis.model.layers, local + self.cost.half
+        full = self.cost.linear_second * ramped + (attention + 0.5 * exposed) / layers
         if not self.limits.free:
             choice = self.limits.choices[0]
-            return each[choice.level] * choice.layers if local <= self.tokens_of(choice) else inf
-        stored, memory = self.memory.token_bytes, self.memory
+            rate = self._rates.get(choice.level, 0.0)
+            return (full if choice.level == "full" else rate * ramped) * choice.layers if local <= self.tokens_of(choice) else inf
+        over = local * layers * self._stored + min(local, self._chunk) * self._logit - self.budget
         least = inf
-        for level in LEVELS[1:]:
-            over = local * layers * stored["none"] + memory.passing(0, local, level) - self.budget
-            count = max(1, ceil(over / (local * (stored["none"] - stored[level])) - LAST_BITS))
-            if count <= layers and each[level] * count < least:
-                least = each[level] * count
+        for level, saved in self._saved:
+            if level == "full":
+                each, missing = full, over + local * self._stored  # a layer of none passes through memory
+            else:
+                each, missing = self._rates[level] * ramped, over
+            count = ceil(missing / (local * saved) - LAST_BITS)
+            if count < 1:
+                count = 1
+            if count <= layers and each * count < least:
+                least = each * count
         return least
 
     # ------------------------------------------------------------------------------------------------------------ exactly
