@@ -9,7 +9,7 @@ the largest stage left out), h the LM head's; h <= kappa x, because a token that
    B(j, s+1) before B(j, s); and a stage does one action at a time. (That F(j + w_s) goes before B(j) holds in the dense list only, and is
    not used: gaps may turn it round.) So where action X comes before every action of a set, X included, and all of them before Y, then
    begin(Y) >= begin(X) + their durations. These inequalities, linear in x, h and the times, make a linear program V_M(sum x, sum h).
-   It equals that of the dense list where stages are even, and is at most some percent below it where an inner stage is the largest.
+   It is that of the dense list to 0.5% where stages are even, and up to 5% below it where an inner stage is the largest.
 2. Any number of microbatches. Microbatches of no duration in front of the others break none of the inequalities. So the program for M2
    microbatches of which M2 - M1 have F = 0 is a bound for all M from M1 to M2: whole ranges are excluded at once, and all M from where
    M F_s and the work alone exceed the best.
@@ -19,11 +19,12 @@ the largest stage left out), h the LM head's; h <= kappa x, because a token that
 4. Lanes of different speed. A lane at speed u that ends at time C does what one at speed 1 does by u C. Work done per time only grows
    with time (fixed costs weigh less), so no lane does more per speed than the fastest: the average becomes X max(u) / sum(u), the bound
    V / max(u).
-5. The longest trip. A document passes all stages forward and backward, so its least seconds on all stages together are a bound too.
+5. The longest trip. A document passes all stages forward and backward, so the longest one's least seconds on all stages together are a bound.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
@@ -34,12 +35,14 @@ import numpy as np
 from megadcp.config.check import UserError
 from megadcp.plan.basis import Basis
 from megadcp.plan.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR, FORWARD_SHARE, CostModel
-from megadcp.plan.lower_bound import _least, fixed_seconds, lower_bound
+from megadcp.plan.lower_bound import _alone, _work, fixed_seconds, lower_bound
+from megadcp.plan.memory import MemoryModel
 
 CLOSE = 1e-3  # a range of M is not split further when its bound is this near to the best M's
-MOST_MICROBATCHES = 192  # of one linear program; above, the simple bound of a stage's own work
+MOST_MICROBATCHES = 128  # of one linear program; above, the simple bound of a stage's own work
 EFFORT = 4000  # microbatches times stages over the linear programs that narrow M down: about a second
 MARGIN = 1e-6  # what the solver's tolerances may add
+LAST_BITS = 1e-12  # sums in another order
 
 Terms = list[tuple[int, float]]  # (variable, coefficient)
 
@@ -57,23 +60,20 @@ def lower_bound_1f1b(basis: Basis, lengths: Sequence[int]) -> float:
     simple = lower_bound(basis, lengths)
     if basis.layout.pp == 1 or math.isinf(simple):
         return simple
-    distinct = sorted(set(lengths))
-    work, alone = _least(basis, np.array(distinct, dtype=np.float64))
-    fixed, fastest = fixed_seconds(basis), max(basis.lane_speed or (1.0,))
-    trip = max(math.fsum(times) for times in zip(*(stage.tolist() for stage in alone), strict=True)) + math.fsum(fixed)
-    counts = {length: 0 for length in distinct}
-    for length in lengths:
-        counts[length] += 1
-    lane = _lane(basis, [float(counts[length]) for length in distinct], distinct, work[_largest(basis)].tolist(), simple * fastest)
-    return max(simple, trip / fastest, _least_over_counts(lane, len(lengths)) * simple * (1 - MARGIN))
-
-
-def _largest(basis: Basis) -> int:
-    return max(range(basis.layout.pp), key=lambda stage: basis.stage_layers[stage])
+    ideal = CostModel(dataclasses.replace(basis, profile=dataclasses.replace(basis.profile, gemm_half_tokens=0.0, layer_overhead_seconds=0.0)))
+    memory, fastest = MemoryModel(basis), max(basis.lane_speed or (1.0,))
+    longest = _alone(ideal, memory, np.array([max(lengths)], dtype=np.float64))[1]
+    trip = math.fsum(longest) + math.fsum(fixed_seconds(basis))
+    lane = _lane(basis, lengths, _work(ideal, memory, np.array(lengths, dtype=np.float64)), simple * fastest)
+    bound = max(simple, trip / fastest * (1 - LAST_BITS))
+    try:
+        return max(bound, _least_over_counts(lane, len(lengths)) * simple * (1 - MARGIN))
+    except _Unsolved:
+        return bound
 
 
 class _Lane(NamedTuple):
-    """What the program of a lane needs, in units of `unit` seconds (the universal bound), so that the makespan is about 1."""
+    """The average lane, in units of `unit` seconds (the universal bound), so that the makespan is about 1."""
 
     layers: tuple[int, ...]
     fixed: tuple[float, ...]  # F_s
@@ -92,20 +92,17 @@ class _Lane(NamedTuple):
         return least
 
 
-def _lane(basis: Basis, counts: Sequence[float], lengths: Sequence[int], work: Sequence[float], unit: float) -> _Lane:
-    """The average lane. work: for each length the least lane-seconds of the largest stage, fixed costs left out."""
-    cost, stage = CostModel(basis), _largest(basis)
-    tokens = math.fsum(count * length for count, length in zip(counts, lengths, strict=True))
-    total = math.fsum(count * seconds for count, seconds in zip(counts, work, strict=True))
-    head = tokens * cost.head_second
-    if stage == basis.layout.pp - 1:
-        total -= head
+def _lane(basis: Basis, lengths: Sequence[int], work: Sequence[float], unit: float) -> _Lane:
+    """The average lane of documents whose least lane-seconds on each stage, fixed costs left out, are `work` together."""
+    cost, layers = CostModel(basis), basis.stage_layers
+    stage = max(range(basis.layout.pp), key=lambda one: layers[one])
+    head = sum(lengths) * cost.head_second
+    total = work[stage] - (head if stage == basis.layout.pp - 1 else 0.0)
     speeds = basis.lane_speed or (1.0,) * basis.layout.lanes
     share = max(speeds) / math.fsum(speeds)
     # the least work of a token: its matrix products, tp and the part of attention that does not grow with the document
     token = (1 + BACKWARD_LINEAR) * cost.linear_second + cost.tp_second
     token += (1 + BACKWARD_ATTENTION) * cost.attention_second * basis.profile.attention_half_length
-    layers = basis.stage_layers
     fixed = tuple(value / unit for value in fixed_seconds(basis))
     return _Lane(layers, fixed, cost.head_second / token, total / layers[stage] * share / unit, head * share / unit)
 
@@ -162,6 +159,10 @@ def _good_count(lane: _Lane, documents: int) -> tuple[int, float, tuple[float, f
 
 
 # ------------------------------------------------------------------------------------------------------------ the linear program
+class _Unsolved(RuntimeError):
+    """The solver gave up on a linear program."""
+
+
 class _Program:
     """Least `goal` variable under linear inequalities, solved by HiGHS."""
 
@@ -197,10 +198,11 @@ class _Program:
         costs[goal] = 1.0
         bounds = [(None if name.startswith(unbounded) else 0.0, None) for name, _, _ in self.names]
         rows, right, equal, equal_right = -self._matrix(self.rows), -np.array(self.right), self._matrix(self.equal), np.array(self.equal_right)
-        result = linprog(costs, rows, right, equal, equal_right, bounds, method="highs-ipm")
-        if result.status != 0:
-            raise RuntimeError(f"the linear program of the 1F1B bound was not solved: {result.message}")
-        return float(result.fun), -result.ineqlin.marginals
+        for method in ("highs-ipm", "highs-ds"):  # the first is quicker, and sometimes gives up
+            result = linprog(costs, rows, right, equal, equal_right, bounds, method=method)
+            if result.status == 0:
+                return float(result.fun), -result.ineqlin.marginals
+        raise _Unsolved(result.message)
 
     def _matrix(self, rows: Sequence[Terms]) -> Any:
         from scipy.sparse import csr_matrix
@@ -275,8 +277,8 @@ def _stage(program: _Program, lane: _Lane, stage: int, count: int, free: int) ->
         before = ("B", stage + 1) if stage < last else ("F", stage)
         program.at_least(begin("B", one) + begin(before[0], one, -1.0, before[1]) + _duration(before[0], one, before[1], -1.0, program))
         after = {"F": program.variable("afterF", one, stage), "B": program.variable("afterB", one, stage)}
-        program.at_least([(after["F"], 1.0)] + begin("F", one, -1.0) + total("F", one - 1, 1.0) + total("B", one - 1, 1.0))
-        program.at_least([(after["B"], 1.0)] + begin("B", one, -1.0) + total("F", one + ahead, 1.0) + total("B", one - 1, 1.0))
+        program.at_least([(after["F"], 1.0), *begin("F", one, -1.0), *total("F", one - 1, 1.0), *total("B", one - 1, 1.0)])
+        program.at_least([(after["B"], 1.0), *begin("B", one, -1.0), *total("F", one + ahead, 1.0), *total("B", one - 1, 1.0)])
         program.at_least(begin("B", one) + total("F", one, -1.0) + total("B", one - 1, -1.0) + [(after["F"], -1.0)])
         if one:
             for kind in ("F", "B"):
