@@ -35,6 +35,11 @@ def slot_count(basis: Basis, microbatches: Sequence[Microbatch]) -> int:
     return -(-slots // stages) * stages
 
 
+def used_slots(microbatches: Sequence[Microbatch]) -> tuple[int, ...]:
+    """The slots that hold a microbatch, in order."""
+    return tuple(sorted({one.slot for one in microbatches}))
+
+
 def lane_slots(basis: Basis, microbatches: Sequence[Microbatch]) -> list[dict[int, Microbatch]]:
     """For each lane, its microbatch at each slot that is not empty."""
     own: list[dict[int, Microbatch]] = [{} for _ in range(basis.layout.lanes)]
@@ -56,24 +61,28 @@ def warm_up(slots: int, stages: int, chunks: int, stage: int) -> int:
     return min(slots * chunks, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
 
 
-def stage_actions(slots: int, stages: int, chunks: int, stage: int) -> tuple[Action, ...]:
-    """The dense list of one stage: 1F1B, interleaved with chunks > 1 (then S must be a multiple of p)."""
+def stage_actions(slots: int, stages: int, chunks: int, stage: int, used: Sequence[int] | None = None) -> tuple[Action, ...]:
+    """The dense list of one stage: 1F1B, interleaved with chunks > 1 (then S must be a multiple of p).
+
+    `used`: the slots whose actions are wanted (None: all); the others are left out, and nothing else is moved.
+    """
     if chunks > 1 and slots % stages:
         raise ValueError(f"interleaved lists need a multiple of {stages} slots, found {slots}")
-    total = slots * chunks
-    forwards, backwards = [], []
-    for k in range(total):
-        if chunks == 1:
-            slot, chunk = k, 0
-        else:
-            slot, chunk = k // (stages * chunks) * stages + k % stages, k % (stages * chunks) // stages
-        forwards.append(Action(FORWARD, slot, chunk))
-        backwards.append(Action(BACKWARD, slot, chunks - 1 - chunk))
-    warm = warm_up(slots, stages, chunks, stage)
-    actions = forwards[:warm]
-    for k in range(total - warm):
-        actions += (forwards[warm + k], backwards[k])
-    return tuple(actions + backwards[total - warm :])
+    total, warm = slots * chunks, warm_up(slots, stages, chunks, stage)
+    placed = []
+    for slot in range(slots) if used is None else used:
+        for chunk in range(chunks):
+            # The k-th forward and the k-th backward. After the warm-up they alternate; when no forward is left, backwards follow each other.
+            k = slot if chunks == 1 else slot // stages * stages * chunks + chunk * stages + slot % stages
+            placed.append((k if k < warm else 2 * k - warm, Action(FORWARD, slot, chunk)))
+            placed.append((warm + 2 * k + 1 if k < total - warm else total + k, Action(BACKWARD, slot, chunks - 1 - chunk)))
+    return tuple([action for _, action in sorted(placed)])
+
+
+@lru_cache(maxsize=64)
+def used_actions(used: tuple[int, ...], slots: int, stages: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """The dense lists of all stages without the slots that nobody uses: what there is to do does not grow with the holes."""
+    return tuple(stage_actions(slots, stages, chunks, stage, used) for stage in range(stages))
 
 
 @lru_cache(maxsize=64)
@@ -125,3 +134,9 @@ def topological_order(lists: Sequence[Sequence[Action]], chunks: int) -> list[tu
 def dense_order(slots: int, stages: int, chunks: int) -> tuple[tuple[int, Action], ...]:
     """A topological order of the dense lists: one for all plans with this S, p and v."""
     return tuple(topological_order(dense_actions(slots, stages, chunks), chunks))
+
+
+@lru_cache(maxsize=64)
+def used_order(used: tuple[int, ...], slots: int, stages: int, chunks: int) -> tuple[tuple[int, Action], ...]:
+    """A topological order of used_actions. Raises Deadlock if there is none."""
+    return tuple(topological_order(used_actions(used, slots, stages, chunks), chunks))

@@ -14,6 +14,8 @@ from megadcp.config.schema import MISSING, ClusterConfig, Config, HardwareConfig
 from megadcp.plan.step_plan import PRECISIONS, Layout, ModelShape, Profile, StepPlan, round_profile
 
 UNITS = {"fp32": 1, "bf16": 1, "fp8_current": 16, "fp8_block": 128}  # local tokens of a microbatch are a multiple of this
+MOST_LANES = 2**20  # far above any cluster: a plan read from a file must not make the reader count for hours
+MOST_LAYERS = 2**16
 # Profile fields that may be 0; the others are rates and sizes that something is divided by.
 MAY_BE_ZERO = (
     "gemm_half_tokens",
@@ -70,6 +72,8 @@ class Basis:
         for name in ("lanes", "lanes_per_node", "tp", "pp", "virtual_stages"):
             if getattr(layout, name) < 1:
                 return f"layout.{name}={getattr(layout, name)} must be at least 1"
+        if layout.lanes > MOST_LANES:
+            return f"layout.lanes={layout.lanes} is more than the {MOST_LANES} that this program plans for"
         if layout.pp == 1 and layout.virtual_stages > 1:
             return f"layout.virtual_stages={layout.virtual_stages} needs a pipeline, but layout.pp=1; legal here: 1"
         if self.schedule != schedule_of(layout.pp, layout.virtual_stages):
@@ -88,6 +92,8 @@ class Basis:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
             if getattr(model, name) < 1:
                 return f"model.{name}={getattr(model, name)} must be at least 1"
+        if model.layers > MOST_LAYERS:
+            return f"model.layers={model.layers} is more than the {MOST_LAYERS} that this program plans for"
         if model.heads % model.kv_heads:
             return f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}"
         if model.heads % tp:

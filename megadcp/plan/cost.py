@@ -8,9 +8,11 @@ Every function takes Python numbers, or float64 arrays in place of tokens and sq
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megadcp.plan.basis import Basis
 from megadcp.plan.step_plan import Microbatch
@@ -22,6 +24,7 @@ BACKWARD_LINEAR = 2.0  # backward / forward of matrix products
 BACKWARD_ATTENTION = 2.5
 FORWARD_SHARE = 1 / 3.2  # forward : backward = 1 : 2.2 in the simulator
 SELECTIVE_SHARE = 0.02 * 3  # norms and gated product again, as a share of one linear forward
+WORTH_AN_ARRAY = 16  # numbers; fewer are quicker one by one
 KINDS = ("ring", "all_gather", "ulysses", "2d")  # of cp communication; also the order in which ties are decided
 
 
@@ -181,6 +184,24 @@ class CostModel:
     def seconds(self, microbatch: Microbatch) -> float:
         """`seconds` of a microbatch: the largest stage's, at lane speed 1."""
         return max(self.stage_seconds(microbatch))
+
+    def seconds_many(self, microbatches: Sequence[Microbatch]) -> npt.NDArray[np.float64]:
+        """`seconds` of each of many microbatches, float64 [n]: those of one size, place, kind and level together."""
+        alike: dict[tuple[int, str, bool, str], list[int]] = {}
+        for index, one in enumerate(microbatches):
+            alike.setdefault((one.cp, one.cp_comm, self.in_node(one.lane, one.cp), one.recompute.level), []).append(index)
+        seconds = np.empty(len(microbatches))
+        for (cp, kind, inside, level), members in alike.items():
+            own = [microbatches[index] for index in members]
+            if len(own) < WORTH_AN_ARRAY:
+                seconds[members] = [self.seconds(one) for one in own]
+                continue
+            tokens = np.array([sum(one.padded) for one in own], dtype=np.float64)
+            squares = np.array([sum([length * length for length in one.padded]) for one in own], dtype=np.float64)
+            layer = self.layer(Load(tokens, squares, cp, kind, inside))
+            layers = np.array([one.recompute.layers for one in own], dtype=np.float64)
+            seconds[members] = np.max(self.stages(layer, tokens / cp, level, layers), axis=0)
+        return seconds
 
 
 def _positive(value: Number) -> Number:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megadcp.plan.actions import BACKWARD, FORWARD, Action, dense_actions, lane_slots, slot_count
+from megadcp.plan.actions import FORWARD, Action, slot_count, used_actions, used_slots
 from megadcp.plan.basis import Basis
 from megadcp.plan.step_plan import Microbatch, Recompute
 
@@ -145,28 +145,42 @@ class MemoryModel:
         """
         stages, chunks = self.basis.layout.pp, self.basis.layout.virtual_stages
         if stages == 1:
-            return [max((self.bytes(one) for one in microbatches), default=0.0)]
-        lists = dense_actions(slot_count(self.basis, microbatches), stages, chunks)
-        peaks = [0.0] * stages
-        for own in lane_slots(self.basis, microbatches):
-            for stage in range(stages):
-                peaks[stage] = max(peaks[stage], self._walk(stage, lists[stage], own))
-        return peaks
+            return [float(self.bytes_many(microbatches).max())] if microbatches else [0.0]
+        used = used_slots(microbatches)
+        rows = {slot: row for row, slot in enumerate(used)}
+        columns = {lane: column for column, lane in enumerate(sorted({k for one in microbatches for k in range(one.lane, one.lane + one.cp)}))}
+        owner = np.full((len(used), len(columns)), len(microbatches))  # the last row of what follows is nobody's: no bytes
+        for number, one in enumerate(microbatches):
+            column = columns[one.lane]
+            owner[rows[one.slot], column : column + one.cp] = number
+        stored, passing = (np.pad(part, ((0, 0), (0, 1)))[:, owner] for part in self._parts(microbatches))  # [p, slots in use, lanes in use]
+        lists = used_actions(used, slot_count(self.basis, microbatches), stages, chunks)
+        return [self._walk(actions, rows, stored[stage] / chunks, passing[stage]) for stage, actions in enumerate(lists)]
 
-    def _walk(self, stage: int, actions: Sequence[Action], own: Mapping[int, Microbatch]) -> float:
-        chunks = self.basis.layout.virtual_stages
-        cost = {}
-        for slot, one in own.items():
-            local = one.tokens / one.cp
-            cost[slot] = (self.stored(stage, local, one.recompute) / chunks, self.passing(stage, local, one.recompute.level))
-        held = peak = 0.0
-        for kind, slot, _ in actions:
-            if slot not in cost:
-                continue
-            stored, passing = cost[slot]
-            if kind == FORWARD:
-                held += stored
-            peak = max(peak, held + passing)
-            if kind == BACKWARD:
-                held -= stored
-        return peak
+    @staticmethod
+    def _walk(actions: Sequence[Action], rows: Mapping[int, int], stored: FloatArray, passing: FloatArray) -> float:
+        """Most bytes at one time over all lanes of one stage: what is absent adds and takes away nothing."""
+        slots = np.array([rows[slot] for _, slot, _ in actions], dtype=np.intp)
+        forward = np.array([kind == FORWARD for kind, _, _ in actions])[:, None]
+        part = stored[slots]
+        after = np.cumsum(np.where(forward, part, -part), axis=0)
+        before = np.concatenate([np.zeros((1, part.shape[1])), after[:-1]])
+        return float((np.where(forward, after, before) + passing[slots]).max(initial=0.0))
+
+    def _parts(self, microbatches: Sequence[Microbatch]) -> tuple[FloatArray, FloatArray]:
+        """Stored and passing bytes of many microbatches, [p, n] each: `stored` and `passing` on arrays."""
+        local = np.array([one.tokens / one.cp for one in microbatches])
+        levels = [one.recompute.level for one in microbatches]
+        layers = np.array(self.basis.stage_layers, dtype=np.float64)[:, None]  # [p, 1]
+        named = np.array([0 if one.recompute.level == "none" else one.recompute.layers for one in microbatches], dtype=np.float64)
+        again = np.minimum(named, layers)
+        plain, table = self.token_bytes["none"], np.array([self.token_bytes[level] for level in levels])
+        passing = np.tile(np.where(np.array([level == "full" for level in levels], dtype=bool), local * plain, 0.0), (self.last + 1, 1))
+        passing[-1] += np.minimum(local, self.basis.profile.loss_chunk) * self.basis.model.vocab * LOGIT_BYTES / self.basis.layout.tp
+        return local * ((layers - again) * plain + again * table), passing
+
+    def bytes_many(self, microbatches: Sequence[Microbatch]) -> FloatArray:
+        """`bytes` of each of many microbatches, float64 [n]."""
+        stored, passing = self._parts(microbatches)
+        most: FloatArray = (stored + passing).max(axis=0)
+        return most

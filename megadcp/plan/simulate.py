@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megadcp.plan.actions import BACKWARD, FORWARD, Action, dense_order, slot_count, waits_for
+from megadcp.plan.actions import BACKWARD, FORWARD, Action, slot_count, used_order, used_slots, waits_for
 from megadcp.plan.basis import Basis
 from megadcp.plan.cost import FORWARD_SHARE, CostModel
 from megadcp.plan.memory import MemoryModel
@@ -58,30 +58,32 @@ def _run_lanes(cost: CostModel, microbatches: Sequence[Microbatch]) -> Timeline:
 
 
 def _run_pipelines(cost: CostModel, microbatches: Sequence[Microbatch]) -> Timeline:
-    """With pipelines: every action when its lanes are free on that stage and its input has arrived, in the dense topological order."""
+    """With pipelines: every action when its lanes are free on that stage and its input has arrived, in a topological order of the dense lists."""
     layout = cost.basis.layout
     stages, chunks = layout.pp, layout.virtual_stages
-    by_slot: dict[int, list[tuple[int, Microbatch]]] = {}
-    forward, backward = [], []
+    by_slot: dict[int, list[tuple[int, int, int]]] = {}  # (microbatch, first lane, lane after the last)
+    seconds: dict[str, list[list[float]]] = {FORWARD: [], BACKWARD: []}
     for index, one in enumerate(microbatches):
-        by_slot.setdefault(one.slot, []).append((index, one))
-        seconds = [value / cost.basis.speed(one.lane, one.cp) / chunks for value in cost.stage_seconds(one)]
-        forward.append([value * FORWARD_SHARE for value in seconds])
-        backward.append([value * (1 - FORWARD_SHARE) for value in seconds])
+        by_slot.setdefault(one.slot, []).append((index, one.lane, one.lane + one.cp))
+        both = [value / cost.basis.speed(one.lane, one.cp) / chunks for value in cost.stage_seconds(one)]
+        seconds[FORWARD].append([value * FORWARD_SHARE for value in both])
+        seconds[BACKWARD].append([value * (1 - FORWARD_SHARE) for value in both])
     ready = [[0.0] * layout.lanes for _ in range(stages)]
-    ended: dict[tuple[int, int, Action], float] = {}
+    ended: dict[tuple[int, Action], dict[int, float]] = {}  # (stage, action) -> microbatch -> end
     events = []
-    for stage, action in dense_order(slot_count(cost.basis, microbatches), stages, chunks):
+    for stage, action in used_order(used_slots(microbatches), slot_count(cost.basis, microbatches), stages, chunks):
         needed = waits_for(action, stage, stages, chunks)
-        for index, one in by_slot.get(action.slot, ()):
-            lanes = slice(one.lane, one.lane + one.cp)
-            begin = max(ready[stage][lanes])
-            if needed is not None:
-                begin = max(begin, ended[index, needed[0], needed[1]])
-            end = begin + (forward if action.kind == FORWARD else backward)[index][stage]
-            ready[stage][lanes] = [end] * one.cp
-            ended[index, stage, action] = end
-            events.append(Event(index, stage, action.chunk, action.kind, begin, end))
+        arrived = None if needed is None else ended[needed]
+        kind, slot, chunk = action
+        own, lasting, free = ended.setdefault((stage, action), {}), seconds[kind], ready[stage]
+        for index, first, after in by_slot[slot]:
+            begin = free[first] if after - first == 1 else max(free[first:after])
+            if arrived is not None and arrived[index] > begin:
+                begin = arrived[index]
+            end = begin + lasting[index][stage]
+            free[first:after] = [end] * (after - first)
+            own[index] = end
+            events.append(Event(index, stage, chunk, kind, begin, end))
     return Timeline(max(map(max, ready)), tuple(events))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megadcp.config.check import UserError
 from megadcp.plan import verify as verify_module
-from megadcp.plan.actions import Action
+from megadcp.plan.actions import Action, dense_actions, topological_order
 from megadcp.plan.step_plan import Microbatch, PlanFormatError, Recompute, document_hash, from_json, to_json
 from megadcp.plan.verify import INVARIANTS, PlanError, verify
 
@@ -183,10 +183,11 @@ def test_cyclic_lists_are_refused(monkeypatch):
     b = ref.basis(ref.SMALL, lanes=2, pp=2)
     plan = ref.random_plan(b, random.Random(1), slots=2)
     verify(plan)
-    good = verify_module.dense_actions(2, 2, 1)
+    good = dense_actions(2, 2, 1)
     bad = ((Action("F", 0, 0), Action("B", 0, 0), Action("B", 1, 0), Action("F", 1, 0)), good[1])
-    monkeypatch.setattr(verify_module, "dense_actions", lambda *_: bad)
-    with pytest.raises(PlanError, match=r"invariant 6 \(deadlock freedom\)"):
+    monkeypatch.setattr(verify_module, "used_actions", lambda *_: bad)
+    monkeypatch.setattr(verify_module, "used_order", lambda *_: topological_order(bad, 1))
+    with pytest.raises(PlanError, match=r"invariant 6 \(deadlock freedom\).*the microbatch at slot 1, lane \d waits for ever"):
         verify(plan)
 
 
@@ -201,7 +202,7 @@ def test_the_wait_for_graph_finds_compact_lists():
     ]
     plan = ref.plan_of(b, [64] * 4, ones)
     verify(plan)
-    dense = verify_module.dense_actions(3, 2, 1)
+    dense = dense_actions(3, 2, 1)
     assert verify_module._unsorted(b, plan.microbatches, dense) == ""
     swapped = (dense[0], (Action("F", 2, 0), Action("B", 2, 0), *(action for action in dense[1] if action.slot != 2)))
     assert "waits for ever" in verify_module._unsorted(b, plan.microbatches, swapped)
