@@ -1,6 +1,18 @@
 """Shared by all tests."""
 
+import faulthandler
+import os
+from collections.abc import Iterator
+
 import pytest
+
+STDERR = pytest.StashKey[int]()
+LIMIT_SECONDS = 120
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the stderr that a person sees: inside a test it is captured."""
+    config.stash[STDERR] = os.dup(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -8,3 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("peer"):
             item.user_properties.append(("peer", True))
+
+
+@pytest.fixture
+def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For tests of several processes: one that hangs shows the stacks of all threads and ends the run."""
+    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=request.config.stash[STDERR])
+    yield
+    faulthandler.cancel_dump_traceback_later()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +19,13 @@ from hypothesis import strategies as st
 from order_helpers import data_config, write_lengths, write_pair
 
 from megadcp.config.check import UserError
+from megadcp.config.schema import ClusterConfig, Config, DataConfig, GemmFlops, HardwareConfig, ModelConfig, RunConfig
 from megadcp.data.batch import LoadedStep, StepLoader, build_pack, split_for_lanes
 from megadcp.data.order import DocumentSource, StepDocuments, open_training
 from megadcp.data.step_documents import IGNORE
+from megadcp.plan.ahead import PlanWorker, PlanWorkerDied
+from megadcp.plan.plan_file import record_of
+from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import Layout, Microbatch, ModelShape, Profile, StepPlan
 
 MODEL = ModelShape(1, 8, 1, 1, 8, 8, 16, False, False)
@@ -295,3 +302,130 @@ def test_a_forgotten_loader_ends_its_thread(source: DocumentSource) -> None:
 def test_a_negative_lookahead_is_refused(source: DocumentSource) -> None:
     with pytest.raises(UserError, match=r"plan\.ahead=-1"):
         StepLoader(source, one_by_one, 0, 1, -1)
+
+
+# ------------------------------------------------------------------------------------------ StepLoader with a planning process
+HARDWARE = HardwareConfig(
+    name="test", gemm_flops=GemmFlops(60e9, 120e9, 60e9), gemm_half_tokens=16, attention_flops=40e9, attention_half_length=300,
+    node_bytes=4e9, net_bytes=1e9, node_latency=1e-3, ring_step_seconds=1e-3, layer_overhead_seconds=2e-3, tp_exposed=1.0, memory_bytes=8e9,
+    usable_fraction=0.8, loss_chunk=64, gpus_per_node=8, reduce_bytes=2e9, reduce_overlap=0.0, memory_bandwidth=20e9,
+)  # fmt: skip
+
+
+@pytest.fixture
+def setup() -> Config:
+    model = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=260)
+    data, cluster = DataConfig(max_length=64, tokens_per_step=40), ClusterConfig(device="cpu", threads=1)
+    return Config(run=RunConfig(name="test"), model=model, data=data, cluster=cluster, hardware=HARDWARE)
+
+
+def here(setup: Config) -> Callable[[StepDocuments], StepPlan]:
+    planner = planner_for(setup)
+    return lambda documents: planner(documents.step, documents.lengths.tolist())
+
+
+@pytest.mark.usefixtures("time_limit")
+@pytest.mark.parametrize("ahead", [0, 1, 3, 50])
+def test_a_process_makes_the_same_steps(source: DocumentSource, setup: Config, ahead: int) -> None:
+    with StepLoader(source, here(setup), 2, 12, 0) as loader:
+        expected = list(loader)
+    worker = PlanWorker(setup)
+    with StepLoader(source, worker, 2, 12, ahead) as loader:
+        steps = list(loader)
+    for ours, wanted in zip(steps, expected, strict=True):
+        assert_equal_steps(ours, wanted)
+        assert ours.record == record_of(wanted.plan)
+        assert wanted.record is None
+        assert ours.plan_seconds > 0
+        assert ours.wait_seconds >= 0
+        assert wanted.wait_seconds == pytest.approx(wanted.plan_seconds, abs=1e-6)  # nobody else has planned it
+    with pytest.raises(RuntimeError):
+        worker.start()  # closed by the loader
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_no_step_waits_for_planning_until_the_plans_ahead_are_used_up(source: DocumentSource, setup: Config) -> None:
+    """With ahead=2 two steps are loaded and two more plans are there: four steps come while the process stands still, and not one more."""
+    worker = PlanWorker(setup)
+    with StepLoader(source, worker, 0, 10, 2) as loader:
+        process = worker._process
+        while process is None or process.answers.qsize() < 2 or len(loader._shared.ready) < 2:
+            time.sleep(0.01)
+            process = worker._process
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        steps = [next(loader) for _ in range(4)]
+        assert [step.documents.step for step in steps] == [0, 1, 2, 3]
+        threading.Timer(0.3, os.kill, (worker.pid, signal.SIGCONT)).start()
+        late = next(loader)
+        assert late.documents.step == 4
+        assert late.wait_seconds > max(step.wait_seconds for step in steps)
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_a_process_that_dies_ends_the_loading_at_its_step(source: DocumentSource, setup: Config) -> None:
+    worker = PlanWorker(setup)
+    with StepLoader(source, worker, 0, 100, 1) as loader:
+        next(loader)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(PlanWorkerDied, match=r"killed by SIGKILL \(9\).* before it had the plan of step [1-4]"):
+            list(loader)
+        with pytest.raises(PlanWorkerDied):
+            next(loader)
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_a_process_that_dies_is_replaced(source: DocumentSource, setup: Config) -> None:
+    said: list[str] = []
+    setup = replace(setup, plan=replace(setup.plan, worker_death="replace"))
+    worker = PlanWorker(setup, said.append)
+    with StepLoader(source, worker, 0, 20, 2) as loader:
+        steps = [next(loader)]
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        steps += loader
+    with StepLoader(source, here(setup), 0, 20, 0) as loader:
+        for ours, wanted in zip(steps, loader, strict=True):
+            assert_equal_steps(ours, wanted)
+    assert len(said) == 1
+    assert said[0].startswith("WARNING: the planning process")
+
+
+@pytest.mark.usefixtures("time_limit")
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_what_is_wrong_with_a_step_comes_at_its_turn(source: DocumentSource, setup: Config, ahead: int) -> None:
+    """Its documents are looked up, and its lengths planned, long before; both kinds of errors wait."""
+
+    class Failing:
+        fill = staticmethod(source.fill)
+
+        def step(self, index: int) -> StepDocuments:
+            if index == 6:
+                raise OSError("the disk is gone")
+            documents = source.step(index)
+            return replace(documents, lengths=documents.lengths * 10**9) if index == self.long else documents
+
+    failing = Failing()
+    for failing.long, kind, message in ((4, UserError, "^step 4: "), (99, OSError, "the disk is gone")):  # type: ignore[attr-defined]
+        with StepLoader(failing, PlanWorker(setup), 0, 10, ahead) as loader:  # type: ignore[arg-type]
+            good = min(6, failing.long)  # type: ignore[attr-defined]
+            assert [next(loader).documents.step for _ in range(good)] == list(range(good))
+            with pytest.raises(kind, match=message):
+                next(loader)
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_close_ends_the_process_and_a_thread_that_waits_for_it(source: DocumentSource, setup: Config) -> None:
+    worker = PlanWorker(setup)
+    worker.start()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    loader = StepLoader(source, worker, 0, 10, 1)
+    while not worker._pending:
+        time.sleep(0.01)
+    loader.close()
+    assert list(loader) == []
+    assert loader._thread is not None
+    assert not loader._thread.is_alive()
+    assert not Path(f"/proc/{worker.pid}").exists()

@@ -1,6 +1,5 @@
-"""The planning process. Every test has a time limit after which all threads' stacks are shown and the run ends."""
+"""The planning process."""
 
-import faulthandler
 import os
 import pickle
 import random
@@ -25,14 +24,7 @@ from megadcp.plan.plan_file import record_of
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import PlanFormatError, plan_hash
 
-LIMIT = 120
-
-
-@pytest.fixture(autouse=True)
-def time_limit():
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = pytest.mark.usefixtures("time_limit")
 
 
 def config(**plan):
