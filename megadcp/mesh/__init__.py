@@ -1,0 +1,1 @@
+"""Where ranks stand, and the process groups they talk in."""
