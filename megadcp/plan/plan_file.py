@@ -296,8 +296,9 @@ def read_plans(path: Path | str, report: Report = _nobody, check_hash: bool = Tr
     path = find_plans(path)
     headers: dict[str, Any] = {}
     with open(path, "rb") as file:
-        packed = file.read(4) == MAGIC
+        begin = file.read(4)
         file.seek(0)
+        packed = begin == MAGIC or (path.suffix == ".zst" and begin[:1] != b"{" and begin != b"")
         for number, value in enumerate(_packed_values(file, path) if packed else _values(file, path), 1):
             where = f"{path}:{number}"
             if isinstance(value, str):
