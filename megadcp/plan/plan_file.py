@@ -23,6 +23,7 @@ from megadcp.plan.step_plan import PlanFormatError, StepPlan, from_json, sha256_
 
 SHARED = ("model", "profile", "stage_layers")
 NAME, PACKED_NAME = "plans.jsonl", "plans.jsonl.zst"
+PLAIN_DOES = f", or set plan.compress=false for {NAME}"
 MAGIC = b"\x28\xb5\x2f\xfd"  # first bytes of a zstd frame
 ZSTD_LEVEL = 3
 CHUNK, SMALL_FRAME = 1 << 20, 1 << 15
@@ -77,7 +78,7 @@ def plans_file(folder: Path, compress: bool = False, first_step: int = 0, report
         else:
             report(f"WARNING: {folder} has both {NAME} and {PACKED_NAME}; plans go to {wanted.name}, the other is left as it is")
     if wanted.name == PACKED_NAME:
-        zstandard()
+        need_zstandard("" if _filled(wanted) else PLAIN_DOES)
     return wanted
 
 
@@ -97,12 +98,12 @@ def _filled(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def zstandard() -> Any:
-    """The module, or a UserError that says how to get it."""
+def need_zstandard(otherwise: str = "") -> Any:
+    """The module zstandard, or a UserError that says how to get it and what else would do."""
     try:
         import zstandard as module
     except ImportError:
-        raise UserError(f"{PACKED_NAME} needs zstandard: pip install zstandard, or set plan.compress=false for {NAME}") from None
+        raise UserError(f"{PACKED_NAME} needs zstandard: pip install zstandard{otherwise}") from None
     return module
 
 
@@ -118,7 +119,7 @@ class PlanWriter:
         self.path = Path(path)
         self._compress = None
         if self.path.suffix == ".zst":
-            self._compress = zstandard().ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compress
+            self._compress = need_zstandard().ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True).compress
         end = _find_end(self.path, first_step)
         if end.torn:
             report(f"{self.path}: {end.torn}; writing goes on after the last complete {'line' if self._compress is None else 'frame'}")
@@ -271,7 +272,7 @@ def _frames_backwards(data: mmap.mmap, path: Path) -> Iterator[Part]:
 
 def _unpack(data: mmap.mmap | bytes, start: int, stop: int) -> tuple[int, bytes]:
     """(bytes, content) of the frame that begins at `start`; (0, b"") if none that is whole does."""
-    module = zstandard()
+    module = need_zstandard()
     reader = module.ZstdDecompressor().decompressobj()
     parts = []
     try:

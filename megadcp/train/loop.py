@@ -27,7 +27,7 @@ from megadcp.data.tokenizer import Tokenizer, open_tokenizer
 from megadcp.engine.step import run_step
 from megadcp.nn.flops import flops
 from megadcp.plan.ahead import PlanWorker, PlanWorkerDied
-from megadcp.plan.plan_file import PlanWriter, plans_file, zstandard
+from megadcp.plan.plan_file import PLAIN_DOES, PlanWriter, need_zstandard, plans_file
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import StepPlan
 from megadcp.train import checkpoint
@@ -85,7 +85,7 @@ def train(config: Config, folder: Path | str) -> int:
 # ----------------------------------------------------------------------------------------------------------------- open
 def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorker | None) -> _Run:
     if config.plan.compress:
-        zstandard()  # refused now, if it is missing
+        need_zstandard(PLAIN_DOES)  # refused before anything is done
     device = choose_device(config)
     tokenizer = open_tokenizer(config.data.tokenizer.kind, config.data.tokenizer.path) if _names_tokenizer(config) else None
     if tokenizer is not None and tokenizer.vocab_size > config.model.vocab:

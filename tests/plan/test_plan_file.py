@@ -258,7 +258,10 @@ def test_one_file_a_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     assert plans_file(tmp_path, False, 4, said.append) == plain
     with pytest.raises(UserError, match=r"pip install zstandard, or set plan\.compress=false"):
-        plans_file(tmp_path, True, 4)
+        plans_file(tmp_path / "new", True, 0)
+    plain.unlink()
+    with pytest.raises(UserError, match="pip install zstandard$"):
+        plans_file(tmp_path, False, 4)  # it has begun packed
 
 
 def test_opening_reads_the_end_only(tmp_path):

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -246,6 +247,89 @@ def test_a_damaged_checkpoint_falls_back_loudly(prefix, whole, tmp_path, capsys)
     said = capsys.readouterr().out
     assert "WARNING" in said
     assert "going on after step 15 of 20" in said
+
+
+# ---------------------------------------------------------------------------------------------------------- planning ahead
+@pytest.fixture
+def workers(monkeypatch):
+    """The planning processes of the runs of a test."""
+    made = []
+
+    class Kept(loop.PlanWorker):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(loop, "PlanWorker", Kept)
+    return made
+
+
+def kill_at(monkeypatch, workers: list, step: int) -> None:
+    """The planning process is killed while the given step is being logged."""
+    write = MetricsFile.write
+
+    def killing(self, row):
+        write(self, row)
+        if row["step"] == step and "validation_loss" not in row:
+            os.kill(workers[-1].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(MetricsFile, "write", killing)
+
+
+@pytest.mark.usefixtures("time_limit")
+@pytest.mark.parametrize("plan", [{"worker": "thread"}, {"ahead": 0}, {"ahead": 7}, {"compress": True}])
+def test_who_plans_and_how_plans_are_kept_changes_nothing(prefix, whole, tmp_path, workers, capsys, plan):
+    assert train(config(prefix, plan=plan), tmp_path / "run") == FINISHED
+    assert rows_of(tmp_path / "run") == rows_of(whole)
+    assert list(read_plans(tmp_path / "run")) == list(read_plans(whole))
+    alone = plan.get("worker") == "thread" or plan.get("ahead") == 0
+    assert [worker.pid is None for worker in workers] == [alone]
+    said = {"worker": "2 steps ahead in a thread,", "ahead": "when it is needed,", "compress": "2 steps ahead in a process of its own,"}
+    assert {**said, "ahead": "7 steps ahead in a process of its own," if plan.get("ahead") else said["ahead"]}[
+        next(iter(plan))
+    ] in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_a_planning_process_that_dies_ends_the_run(prefix, whole, tmp_path, workers, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        kill_at(patch, workers, 7)
+        assert train(config(prefix), tmp_path / "run") == FAILED
+    said = capsys.readouterr().out
+    assert re.search(r"FAILED after step (7|8|9|10|11): the planning process [0-9]+ was killed by SIGKILL \(9\)", said)
+    assert "plan.worker_death=replace" in said
+    assert train(config(prefix), tmp_path / "run") == FINISHED
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.usefixtures("time_limit")
+def test_a_planning_process_that_dies_is_replaced(prefix, whole, tmp_path, workers, monkeypatch, capsys):
+    kill_at(monkeypatch, workers, 7)
+    assert train(config(prefix, plan={"worker_death": "replace"}), tmp_path / "run") == FINISHED
+    assert_same_run(tmp_path / "run", whole)
+    assert list(read_plans(tmp_path / "run")) == list(read_plans(whole))
+    assert capsys.readouterr().out.count("WARNING: the planning process") == 1
+
+
+@pytest.mark.usefixtures("time_limit")
+@pytest.mark.parametrize("began", [True, False])
+def test_a_run_keeps_the_kind_of_plans_it_began_with(prefix, whole, tmp_path, monkeypatch, capsys, began):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 10, signal.SIGTERM)
+        assert train(config(prefix, plan={"compress": began}), tmp_path / "run") == STOPPED
+    assert train(config(prefix, plan={"compress": not began}), tmp_path / "run") == FINISHED
+    kind, other = ("plans.jsonl.zst", "plans.jsonl") if began else ("plans.jsonl", "plans.jsonl.zst")
+    assert not (tmp_path / "run" / other).exists()
+    assert list(read_plans(tmp_path / "run" / kind)) == list(read_plans(whole))
+    said = capsys.readouterr().out
+    assert f"this one goes on with {tmp_path / 'run' / kind}" in said
+    assert f"plans     {tmp_path / 'run' / kind}" in said
+
+
+def test_packed_plans_without_zstandard_are_refused_at_once(prefix, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    refuses(config(prefix, plan={"compress": True}), tmp_path / "run", "pip install zstandard")
 
 
 # ------------------------------------------------------------------------------------------------------------ bad steps
