@@ -260,7 +260,7 @@ def test_one_file_a_run(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"pip install zstandard, or set plan\.compress=false"):
         plans_file(tmp_path / "new", True, 0)
     plain.unlink()
-    with pytest.raises(UserError, match="pip install zstandard$"):
+    with pytest.raises(UserError, match=r"pip install zstandard$"):
         plans_file(tmp_path, False, 4)  # it has begun packed
 
 
