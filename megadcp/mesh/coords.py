@@ -60,7 +60,7 @@ class Mesh:
         return tuple(self.rank(pp, lane, tp) for pp in range(self.pp))
 
     def group_sizes(self) -> list[int]:
-        """cp sizes above 1 that fit: 2, 4, .. up to the lanes."""
+        """Sizes above 1 that cp groups can have: 2, 4, .. up to the lanes."""
         return [1 << power for power in range(1, self.lanes.bit_length())]
 
 
