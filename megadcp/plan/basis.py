@@ -62,10 +62,7 @@ class Basis:
 
     def problem(self) -> str:
         """Why this basis makes no sense, in one line; empty when it does."""
-        for found in (self._layout_problem(), self._model_problem(), self._profile_problem()):
-            if found:
-                return found
-        return ""
+        return self._layout_problem() or self._model_problem() or self._profile_problem()
 
     def _layout_problem(self) -> str:
         layout = self.layout
