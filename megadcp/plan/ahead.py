@@ -104,14 +104,20 @@ class PlanWorker:
         return None if self._process is None else self._process.popen.pid
 
     def start(self) -> None:
-        """Start the process now: it needs a few tenths of a second, in which this one can do something else. submit() does it too."""
+        """Start the process now: it needs a few tenths of a second, in which this one can do something else. submit() does it too.
+
+        UserError if the system doesn't let it (and plan.worker_death=stop).
+        """
         if self._closed:
             raise PlansClosed("planning ahead is closed")
         if self._process is None and self._here is None:
             try:
                 self._process = _Process(self.config, self.make)
             except OSError as error:
-                self._replace(f"the planning process can't be started ({error})")
+                problem = f"the planning process can't be started ({error})"
+                if self.config.plan.worker_death != "replace":
+                    raise UserError(f"{problem}; plan.worker=thread needs none, plan.worker_death=replace does without it") from None
+                self._replace(problem)
 
     def submit(self, step: int, lengths: Sequence[int]) -> None:
         """Hand in the lengths of a step, in the order in which the plans will be taken."""
@@ -187,10 +193,10 @@ class _Process:
     """The process, the socket to it, and a thread that reads its answers, so that neither side ever waits for the other to read."""
 
     def __init__(self, config: Config, make: Callable[[Config], Planner]) -> None:
-        ours, theirs = socket.socketpair()
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115 - read after the process has ended
+        ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-P", "-c", START, str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable or "", "-P", "-c", START, str(theirs.fileno()), str(os.getpid())]
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)  # inherited: no moment in which a signal could end it
             try:
                 self.popen = subprocess.Popen(

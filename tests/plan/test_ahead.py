@@ -217,7 +217,7 @@ def test_a_death_can_be_replaced_and_nothing_is_lost():
 
 def test_a_process_that_can_not_be_started(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with PlanWorker(config()) as worker, pytest.raises(PlanWorkerDied, match=r"can't be started .*No such file"):
+    with PlanWorker(config()) as worker, pytest.raises(UserError, match=r"can't be started .*No such file.*; plan\.worker=thread"):
         worker.start()
     said = []
     with PlanWorker(config(worker_death="replace"), said.append) as worker:
