@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 TOKENS_PER_LANE = 32768
 WHAT_IF_STEPS = 10  # of a longer record, unless steps= says more
 SCORE_TOLERANCE = 1e-5  # a recorded figure has 6 digits
+PEER = "megatron-balanced"
 BROKEN, WRONG, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
 PICTURES = ("svg", "trace", "histogram")
 
@@ -106,7 +107,7 @@ def _documents(request: Request, config: Config, given: list[list[int]] | None, 
         layout, per_lane = basis_from(config).layout, request.number("tokens_per_lane", TOKENS_PER_LANE, least=1)
         tokens = per_lane * layout.lanes * layout.pp
         times = f" x pp {layout.pp}" if layout.pp > 1 else ""
-        how = f"{per_lane} x {layout.lanes} lanes{times}"
+        how = f"{per_lane} x {layout.lanes} lane{'s' if layout.lanes > 1 else ''}{times}"
         say(f"preset {request.own['preset']}: {tokens} tokens a step ({how}), documents up to {config.data.max_length}")
         for step in range(first, first + count):
             yield step, draw(request.own["preset"], tokens, config.data.max_length, request.number("seed", 1), step)
@@ -147,13 +148,20 @@ def _chosen(request: Request, group: str, config: Config) -> str:
     return f"of {model.layers} layers, hidden {model.hidden}"
 
 
-def _baselines(request: Request, config: Config, basis: Basis, plans: Sequence[StepPlan]) -> dict[str, list[float]]:
+def _baselines(request: Request, config: Config, basis: Basis, plans: Sequence[StepPlan]) -> dict[str, Sequence[float] | str]:
     """Makespans of the systems a plan must beat; static-best alone, from the plans themselves, with baselines=false."""
+    static = [plan.predicted.static_seconds or float("inf") for plan in plans]
     if not request.flag("baselines", True):
-        return {"static-best": [plan.predicted.static_seconds or float("inf") for plan in plans]}
+        return {"static-best": static}
     from megadcp.plan.baselines import compare
 
-    return dict(compare(basis, [plan.lengths for plan in plans], config.data.max_length, config.parallel.max_cp))
+    peers, found = request.flag("peers", False), dict[str, Sequence[float] | str]()
+    if config.plan.recompute != "auto" or config.plan.pack_tokens:
+        found["static-best within plan.recompute and plan.pack_tokens"] = static
+    found |= compare(basis, [plan.lengths for plan in plans], config.data.max_length, config.parallel.max_cp, peers)
+    if basis.layout.pp == 1 and PEER not in found:
+        found[PEER] = "needs megatron-core, which is not installed" if peers else "left out; peers=true adds it, which takes seconds"
+    return found
 
 
 def _bound_1f1b(basis: Basis, plans: Sequence[StepPlan]) -> list[float] | str:

@@ -39,6 +39,7 @@ KEYS = {
     "theme": f"of the pictures: {', '.join(THEMES)}",
     "overwrite": "true: out, svg, trace and histogram may replace any file",
     "baselines": "false: leave out the comparison with other systems",
+    "peers": "true: compare with megatron-core's scheduler, too, which takes seconds to import",
 }
 PLANNED = ("model", "parallel", "plan", "precision", "cluster", "hardware")  # groups that a plan depends on
 DRAWN_ONLY = ("tokens_per_lane", "seed")
@@ -139,7 +140,7 @@ def _check(request: Request) -> None:
             raise UserError(f"{key}= names no file")
     for key, least in (("step", 0), ("steps", 1), ("seed", 0), ("tokens_per_lane", 1)):
         request.number(key, least, least)
-    for key in ("overwrite", "baselines", "chart"):
+    for key in ("overwrite", "baselines", "peers", "chart"):
         request.flag(key, True)
 
 

@@ -20,12 +20,12 @@ MOST_ROWS = 40  # steps that are listed one by one
 class Beside:
     """What is known of the same steps besides their plans, one value a step; what is empty or None isn't told.
 
-    baselines: makespans, inf where nothing fits. bound_1f1b: seconds, or in a word why there are none.
+    baselines: makespans, inf where nothing fits, or in a word why there are none. bound_1f1b: seconds, or the same.
     """
 
     peak_flops: float | None = None
     hardware: str = ""
-    baselines: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    baselines: Mapping[str, Sequence[float] | str] = field(default_factory=dict)
     bound_1f1b: Sequence[float] | str = ()
     planning: Sequence[float] = ()
 
@@ -60,7 +60,7 @@ def summary_lines(basis: Basis, steps: Sequence[Figures], beside: Beside) -> lis
         told = beside.bound_1f1b
         lines.append(("1F1B bound", told if isinstance(told, str) else _ratio(steps, told, "the lower bound of 1F1B")))
     for name, makespans in beside.baselines.items():
-        lines.append(("gain", _gain(steps, name, makespans)))
+        lines.append(("gain", f"{name} {makespans}" if isinstance(makespans, str) else _gain(steps, name, makespans)))
     if beside.planning:
         shown = _spread(steps, [1e3 * seconds for seconds in beside.planning], "{:.1f} ms")
         lines.append(("planning", shown + (", the first of this process" if len(steps) == 1 else "")))
@@ -193,7 +193,8 @@ def table_lines(basis: Basis, steps: Sequence[Figures], beside: Beside) -> list[
     """A row for every step, where they are not too many."""
     if len(steps) > MOST_ROWS:
         return [f"{len(steps)} steps are too many to list (at most {MOST_ROWS}); together:"]
-    static = beside.baselines.get("static-best") or [one.static for one in steps]
+    told = beside.baselines.get("static-best", "")
+    static = [one.static for one in steps] if isinstance(told, str) else told
     rows = [["step", "documents", "tokens", "longest", "cp up to", "seconds", "tokens/s", "MFU", "idle", "x bound", "x static-best", "planning"]]
     for number, one in enumerate(steps):
         usage = f"{100 * flops_per_device(basis, [one]) / beside.peak_flops:.1f}%" if beside.peak_flops else "-"

@@ -79,7 +79,12 @@ def test_throughput_counts_every_device():
 def test_lines_of_one_step():
     basis = ref.basis(ref.SMALL, lanes=4)
     said = lines_of(
-        basis, [one_step()], peak_flops=1e15, hardware="h200", baselines={"static-best": [2.5], "bucket": [float("inf")]}, planning=[0.0123]
+        basis,
+        [one_step()],
+        peak_flops=1e15,
+        hardware="h200",
+        baselines={"static-best": [2.5], "bucket": [float("inf")], "other": "is away"},
+        planning=[0.0123],
     )
     assert said == [
         "documents    3 documents, 900 tokens, longest 700",
@@ -95,6 +100,7 @@ def test_lines_of_one_step():
         "bound        makespan 1.250 x the universal lower bound (1.6 s)",
         "gain         1.25x over static-best (2.5 s)",
         "             bucket fits the memory in no layout",
+        "             other is away",
         "planning     12.3 ms, the first of this process",
     ]
 

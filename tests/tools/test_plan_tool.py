@@ -150,8 +150,28 @@ def test_every_baseline_is_told(call: Call) -> None:
     assert all(float(line.split("x over")[0]) >= 1 for line in gains if "x over" in line)
 
 
+def test_the_peer_is_imported_when_asked_for_only(call: Call) -> None:
+    lengths = f"lengths={call.lengths(LENGTHS)}"
+    assert words(call.good(*H200, lengths), "gain")[-1] == "megatron-balanced left out; peers=true adds it, which takes seconds"
+    assert "megatron" not in call.good(*H200, "parallel.pp=2", lengths)  # it knows no pipelines
+
+
+@pytest.mark.peer
+def test_megatron_core_as_a_baseline(call: Call) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core")
+    gains = words(call.good(*H200, f"lengths={call.lengths(LENGTHS)}", "peers=true"), "gain")
+    assert re.match(r"[1-9][\d.]*x over megatron-balanced", gains[-1])
+
+
+def test_limits_of_the_run_hold_for_the_static_layout_it_is_compared_with(call: Call) -> None:
+    gains = words(call.good(*H200, f"lengths={call.lengths(LENGTHS)}", "plan.recompute=full"), "gain")
+    assert "x over static-best within plan.recompute and plan.pack_tokens" in gains[0]
+    assert float(gains[0].split("x")[0]) >= 1
+    assert "slower than it" in gains[1]  # static-best without the limit recomputes nothing here
+
+
 def test_equal_lengths_gain_nothing_and_it_says_so(call: Call) -> None:
-    out = call.good(*H200, *QUICK, "preset=constant", "tokens_per_lane=16384")
+    out = call.good(*H200, *QUICK, "preset=constant", "tokens_per_lane=32768")
     assert "all equally long" in words(out, "documents")[0]
     assert words(out, "gain")[0].startswith("1.00x over static-best")
     assert "no gain: all documents are equally long" in words(out, "gain")[0]
