@@ -49,19 +49,31 @@ class TorchBackend:
     def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         self.dtype, self.device = dtype, torch.device(device)
 
-    def linear(self, in_features: int, out_features: int, bias: bool, kind: str) -> nn.Module:
-        """Make x [t, in] -> [t, out]; kind (column, row) matters to sharded backends only."""
+    def linear(self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = ()) -> nn.Module:
+        """Make x [t, in] -> [t, out]; kind and parts matter to sharded backends only."""
         return Linear(in_features, out_features, bias, self.dtype, self.device)
 
-    def embedding(self, rows: int, features: int) -> nn.Module:
+    def embedding(self, rows: int, features: int, kind: str = "vocabulary") -> nn.Module:
         """Make ids [t] -> [t, features]."""
         return Embedding(rows, features, self.dtype, self.device)
 
-    def norm(self, kind: str, features: int, eps: float) -> nn.Module:
+    def norm(self, kind: str, features: int, eps: float, stream: bool = True) -> nn.Module:
         """Make x [.., features] -> same shape."""
         if kind not in ("rmsnorm", "layernorm"):
             raise ValueError(f"model.norm={kind} is unknown; legal: rmsnorm, layernorm")
         return (RmsNorm if kind == "rmsnorm" else LayerNorm)(features, eps, self.dtype, self.device)
+
+    def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """All heads: nothing is sharded."""
+        return heads, kv_heads
+
+    def stream(self, x: Tensor) -> Tensor:
+        """All of x: the residual stream has all rows."""
+        return x
+
+    def logits(self, hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
+        """Make hidden [t, h] -> [t, V]."""
+        return F.linear(hidden, weight)
 
     def core_attention(self, heads: int, kv_heads: int, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, PackedTokens, Placement], Tensor]:
         """Make q [t, H, d], k and v [t, G, d] -> [t, H, d]; the sizes are those of the tensors."""

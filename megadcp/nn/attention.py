@@ -1,6 +1,7 @@
 """Self-attention: fused qkv projection, heads, rope, core attention, output projection.
 
-Legend: t tokens, h hidden, H query heads, G kv heads, d head dim. Rows of the qkv weight: H d of queries, then G d of keys, then G d of values.
+Legend: t tokens, h hidden, H query heads, G kv heads, d head dim (of one rank). Rows of the qkv weight: H d of queries, then G d of keys, then
+G d of values; a tensor-parallel rank has its share of each.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: Backend):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = backend.linear(config.hidden, width, config.qkv_bias, "column")
-        self.out = backend.linear(config.heads * config.head_dim, config.hidden, config.out_bias, "row")
-        self.q_norm = backend.norm("rmsnorm", config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = backend.norm("rmsnorm", config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.core = backend.core_attention(config.heads, config.kv_heads, config.head_dim)
+        self.heads, self.kv_heads = backend.heads(config.heads, config.kv_heads)  # of this rank
+        self.head_dim = config.head_dim
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        parts = ((queries, config.head_dim), (keys, config.head_dim), (keys, config.head_dim))
+        self.qkv = backend.linear(config.hidden, queries + 2 * keys, config.qkv_bias, "column", parts)
+        self.out = backend.linear(queries, config.hidden, config.out_bias, "row")
+        self.q_norm = backend.norm("rmsnorm", config.head_dim, config.norm_eps, stream=False) if config.qk_norm else None
+        self.k_norm = backend.norm("rmsnorm", config.head_dim, config.norm_eps, stream=False) if config.qk_norm else None
+        self.core = backend.core_attention(self.heads, self.kv_heads, config.head_dim)
 
     def attend(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None, batch: PackedTokens, placement: Placement) -> Tensor:
-        """Attend with qkv [t, (H + 2G) d] -> [t, h]."""
+        """Attend with qkv [t, (H + 2G) d] -> residual stream."""
         q, k, v = self._heads(qkv, rope)
         out: Tensor = self.out(self.core(q, k, v, batch, placement).flatten(1))
         return out

@@ -52,24 +52,47 @@ class Placement(Protocol):
 
 
 class Backend(Protocol):
-    """Makes the parts of a model. One object per run, passed to the model; no process-wide state."""
+    """Makes the parts of a model. One object per run, passed to the model; no process-wide state.
+
+    All sizes asked for are those of the whole model; what a tensor-parallel rank (T of them) holds of it is the backend's affair (shard.py).
+    The residual stream, between layers, is [t, h], or [t / T, h] with sequence parallelism: `stream` cuts what belongs to its rows.
+    """
 
     name: str
 
-    def linear(self, in_features: int, out_features: int, bias: bool, kind: str) -> nn.Module:
-        """Make x [t, in] -> [t, out]. kind: column (output sharded over tp) or row (input sharded)."""
+    def linear(self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = ()) -> nn.Module:
+        """Make x [t, in] -> [t, out].
 
-    def embedding(self, rows: int, features: int) -> nn.Module:
-        """Make ids [t] -> [t, features], with a `weight` [rows, features] that may serve as the LM head too."""
+        kind column: from the residual stream, output sharded over tp; its rows come in `parts`, (rows, unit) each, cut by themselves between
+        whole units. kind row: input sharded, back to the residual stream; the bias is added once.
+        """
 
-    def norm(self, kind: str, features: int, eps: float) -> nn.Module:
-        """Make x [.., features] -> same shape; kind rmsnorm or layernorm."""
+    def embedding(self, rows: int, features: int, kind: str = "vocabulary") -> nn.Module:
+        """Make ids [t] -> residual stream, with a `weight` [rows, features] that may serve as the LM head too.
+
+        kind vocabulary: rows sharded over tp. kind positions: whole on every rank, for ids that `stream` has cut.
+        """
+
+    def norm(self, kind: str, features: int, eps: float, stream: bool = True) -> nn.Module:
+        """Make x [.., features] -> same shape; kind rmsnorm or layernorm. stream: x is the residual stream, else a rank's own heads."""
+
+    def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Query and kv heads of one rank: H / T and max(1, G / T)."""
+
+    def stream(self, x: Tensor) -> Tensor:
+        """The rows of x [t, ..] that this rank's residual stream has."""
 
     def core_attention(self, heads: int, kv_heads: int, head_dim: int) -> Callable[[Tensor, Tensor, Tensor, PackedTokens, Placement], Tensor]:
         """Make q [t, H, d], k and v [t, G, d] -> [t, H, d]: causal inside each document, nothing across, padding rows zero."""
 
     def loss(self, chunk: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Make hidden [t, h], weight [V, h], labels [t] -> fp32 scalar: SUM of token losses, never more than `chunk` rows of logits at a time."""
+        """Make residual stream, weight [V, h] (this rank's rows), labels [t] -> fp32 scalar: SUM of token losses.
+
+        Never more than `chunk` rows of logits exist at a time. Equal on all tp ranks.
+        """
+
+    def logits(self, hidden: Tensor, weight: Tensor, vocab: int) -> Tensor:
+        """Make residual stream, weight (this rank's rows) -> [t, V] of the whole vocabulary, on every tp rank."""
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run function now and again in the backward instead of keeping what it would save."""

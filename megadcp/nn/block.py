@@ -21,7 +21,8 @@ from megadcp.nn.mlp import Mlp
 class Run:
     """What every layer of one forward shares; captured by recompute, so the backward sees the forward's own values.
 
-    rope: cos and sin, each [t, 1, d / 2], or None with learned positions. rows: dropout's row keys int32 [t], or None without dropout.
+    rope: cos and sin, each [t, 1, d / 2], or None with learned positions. rows: dropout's row keys int32, one for each row of the residual
+    stream, or None without dropout.
     """
 
     batch: PackedTokens

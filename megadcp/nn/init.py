@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megadcp.config.schema import ModelConfig
+from megadcp.nn.shard import shard_of, take, whole_shape
 
 RESIDUAL = ("attention.out.weight", "mlp.down.weight")  # matrices that write to the residual stream
 
@@ -27,7 +28,11 @@ def initial(name: str, shape: torch.Size | tuple[int, ...], config: ModelConfig,
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter of the model in place. Parameters on the meta device are left alone."""
+    """Fill every parameter of the model in place. Parameters on the meta device are left alone.
+
+    A tied LM head of its own (on the last of several stages) starts as the embedding does.
+    """
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            parameter.copy_(initial(name, parameter.shape, config, seed))
+            source = "embedding.weight" if config.tied and name == "head.weight" else name
+            parameter.copy_(take(initial(source, whole_shape(parameter), config, seed), shard_of(parameter)))

@@ -69,8 +69,8 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: Backend):
         super().__init__()
-        inner = 2 * config.ffn if config.gated else config.ffn
-        self.up = backend.linear(config.hidden, inner, config.mlp_bias, "column")
+        parts = ((config.ffn, 1), (config.ffn, 1)) if config.gated else ((config.ffn, 1),)
+        self.up = backend.linear(config.hidden, len(parts) * config.ffn, config.mlp_bias, "column", parts)
         self.down = backend.linear(config.ffn, config.hidden, config.mlp_bias, "row")
         self.activation = activation(config.mlp)
 

@@ -5,7 +5,7 @@ import pytest
 from megadcp.mesh.coords import Coords, Mesh, zigzag_real, zigzag_spans
 
 
-@pytest.mark.parametrize(("lanes", "tp", "pp"), itertools.product((1, 3, 4), (1, 2), (1, 2, 3)))
+@pytest.mark.parametrize(("lanes", "tp", "pp"), list(itertools.product((1, 3, 4), (1, 2), (1, 2, 3))))
 def test_every_rank_stands_in_one_place(lanes, tp, pp):
     mesh = Mesh(lanes, tp, pp)
     places = [mesh.coords(rank) for rank in range(mesh.world)]
