@@ -1,0 +1,206 @@
+"""Documents into slots and lanes: best fit, longest first, on the least group that has room; the short ones last, evenly.
+
+Times are integers, nanoseconds on one stage (the busiest), without what an empty microbatch costs. A slot's room is what its
+microbatches may hold. Documents count from 0, longest first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+THOUSAND = 1000  # lane speeds as integers
+
+
+@dataclass
+class Cell:
+    """A microbatch in the making; `room`: what is left of it."""
+
+    slot: int
+    lane: int
+    cp: int
+    room: int
+    documents: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Documents on groups of one size: nanoseconds, padded tokens (lists and arrays of the same), most tokens of a microbatch of several."""
+
+    cp: int
+    seconds: Sequence[int]
+    padded: Sequence[int]
+    cap: int
+    nanoseconds: Ints
+    tokens: Ints
+    alone: int  # most tokens of a single document
+
+
+class Filling:
+    """One way to fill slots. base: usual group size; coarse: how many documents, the longest, are placed one by one."""
+
+    def __init__(self, rooms: Sequence[int], base: int, sizes: dict[int, Sizes], speeds: Sequence[int], coarse: int) -> None:
+        self.rooms, self.base, self.sizes, self.speeds, self.coarse = rooms, base, sizes, speeds, coarse
+        self.lanes, self.count = len(speeds), len(sizes[base].padded)
+        self.even = min(speeds) == max(speeds)
+        self.groups = [cp for cp in sorted(sizes) if cp >= base]
+        self.low, self.high = [0] * len(rooms), [self.lanes] * len(rooms)  # free lanes: groups are taken from below, usual ones from above
+        self.cells: list[Cell] = []
+        self.open: dict[int, list[tuple[int, int]]] = {cp: [] for cp in self.groups}  # (room, cell), ascending
+        slots = sorted((room, slot) for slot, room in enumerate(rooms))
+        self.free = {cp: list(slots) for cp in self.groups}  # slots with lanes for a group: (room, slot), ascending
+        self.homeless: list[int] = []
+
+    # ------------------------------------------------------------------------------------------------------ one by one
+    def place_coarse(self, patience: int = 0) -> bool:
+        """The longest documents, each on the least group that has room for it; False when more than `patience` of them found none."""
+        for document in range(self.coarse):
+            if not any(self._place(document, cp) for cp in self.groups):
+                self.homeless.append(document)
+                if len(self.homeless) > patience:
+                    return False
+        return True
+
+    def _place(self, document: int, cp: int) -> bool:
+        """Best fit: the smallest room that holds it, of microbatches that are there or of free lanes."""
+        size = self.sizes[cp]
+        need, tokens = size.seconds[document], size.padded[document]
+        if tokens > size.alone:
+            return False
+        open_ = self.open[cp]
+        at = bisect_left(open_, (need, -1))
+        while at < len(open_) and self.cells[open_[at][1]].tokens + tokens > size.cap:
+            at += 1
+        found = open_[at][0] if at < len(open_) else None
+        fresh = self._free(need, cp, found)
+        if fresh is not None:
+            slot, lane, room = fresh
+            self._take(slot, lane, cp)
+            self.cells.append(Cell(slot, lane, cp, room - need, [document], tokens))
+            insort(open_, (room - need, len(self.cells) - 1))
+            return True
+        if found is None:
+            return False
+        room, number = open_.pop(at)
+        cell = self.cells[number]
+        cell.documents.append(document)
+        cell.tokens += tokens
+        cell.room = room - need
+        insort(open_, (room - need, number))
+        return True
+
+    def _free(self, need: int, cp: int, below: int | None) -> tuple[int, int, int] | None:
+        """(slot, lane, room) of free lanes with the smallest room that holds `need`, if smaller than `below`."""
+        free = self.free[cp]
+        at = bisect_left(free, (need, -1))
+        while at < len(free):
+            room, slot = free[at]
+            if below is not None and room >= below:
+                return None
+            lane = self._lane(slot, cp)
+            if lane is None:
+                del free[at]  # lanes are never given back
+                continue
+            if not self.even:
+                room = room * min(self.speeds[lane : lane + cp]) // THOUSAND
+            if room >= need:
+                return slot, lane, room
+            at += 1
+        return None
+
+    def _lane(self, slot: int, cp: int) -> int | None:
+        low = -(-self.low[slot] // cp) * cp
+        high = self.high[slot] // cp * cp
+        if high - low < cp:
+            return None
+        return high - cp if cp == self.base else low
+
+    def _take(self, slot: int, lane: int, cp: int) -> None:
+        if cp == self.base:
+            self.high[slot] = lane
+        else:
+            self.low[slot] = lane + cp
+
+    # ---------------------------------------------------------------------------------------------------- all the others
+    def place_rest(self) -> list[Cell]:
+        """Documents that found no room where they fill it least too much, then the short ones: cells are evened out from below."""
+        self._open_the_rest()
+        for document in self.homeless:
+            self._overfill(document)
+        if self.coarse < self.count:
+            self._pour()
+        return [cell for cell in self.cells if cell.documents]
+
+    def _open_the_rest(self) -> None:
+        for slot, room in enumerate(self.rooms):
+            lane = self.low[slot]
+            while lane < self.high[slot]:
+                cp = self.base
+                while lane % cp or lane + cp > self.high[slot]:
+                    cp //= 2
+                self.cells.append(Cell(slot, lane, cp, room * min(self.speeds[lane : lane + cp]) // THOUSAND))
+                lane += cp
+
+    def _overfill(self, document: int) -> None:
+        best: Cell | None = None
+        most = 0
+        for cell in self.cells:
+            size = self.sizes[cell.cp]
+            tokens = cell.tokens + size.padded[document]
+            if tokens > (size.cap if cell.documents else size.alone):
+                continue
+            left = cell.room - size.seconds[document]
+            if best is None or left > most:
+                best, most = cell, left
+        if best is None:
+            raise NoRoom
+        best.documents.append(document)
+        best.tokens += self.sizes[best.cp].padded[document]
+        best.room = most
+
+    def _pour(self) -> None:
+        """Short documents in one go: every cell is filled up to a common level below its room, as near as whole documents allow."""
+        order = sorted(range(len(self.cells)), key=lambda number: (-self.cells[number].room, number))
+        cells = [self.cells[number] for number in order]
+        room = np.array([cell.room for cell in cells], dtype=np.int64)
+        target = np.array([self.rooms[cell.slot] for cell in cells], dtype=np.int64)
+        group = np.array([cell.cp for cell in cells], dtype=np.int64)
+        cap = np.array([self.sizes[cell.cp].cap - cell.tokens for cell in cells], dtype=np.int64)
+        size = self.sizes[self.base]
+        times = size.nanoseconds[self.coarse :] * self.base  # lane-nanoseconds
+        total = int(times.sum())
+        pace = max(1, total // max(1, int(size.tokens[self.coarse :].sum())))  # lane-nanoseconds of a token
+        most = np.maximum(0, cap - int(size.tokens[self.coarse])) * pace
+        low, high = -4 * THOUSAND, 2 * THOUSAND  # thousandths of the target that stay free
+        share = np.zeros_like(room)
+        for _ in range(14):
+            level = (low + high) / 2
+            share = np.minimum(np.maximum(0, room - (target * (level / THOUSAND)).astype(np.int64)) * group, most)
+            if int(share.sum()) >= total:
+                low = level
+            else:
+                high = level
+        share = np.minimum(np.maximum(0, room - (target * (low / THOUSAND)).astype(np.int64)) * group, most)
+        if int(share.sum()) < total:
+            raise NoRoom
+        ends = np.cumsum(share)
+        middles = np.cumsum(times) - times // 2
+        where = np.minimum(np.searchsorted(ends, middles), len(cells) - 1).tolist()
+        for document, number in enumerate(where, self.coarse):
+            cell = cells[number]
+            cell.documents.append(document)
+            cell.tokens += self.sizes[cell.cp].padded[document]
+        for cell in cells:
+            if cell.tokens > self.sizes[cell.cp].cap and len(cell.documents) > 1:
+                raise NoRoom
+
+
+class NoRoom(ValueError):
+    """The documents do not fit into this many slots."""

@@ -1,0 +1,131 @@
+"""How much of each pipeline microbatch is recomputed, so that what is in flight fits every stage: the least that memory allows.
+
+A lane's own list (the dense one without its absent slots) says which microbatches a stage holds together. Where they are too large
+together, all of them keep the same share of their bytes; each reaches its share by the level that costs it least. What is none of
+the documents' business (which slots, which groups) is not changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megadcp.plan.actions import BACKWARD, FORWARD, dense_actions
+from megadcp.plan.columns import peaks
+from megadcp.plan.pipeline_costs import Cells, Floats, PipelineCosts, Priced
+from megadcp.plan.step_plan import Recompute
+
+SLACK = 1 + 1e-10  # of a sum of bytes; verify allows a little more
+ROOMS = (1.0, 0.97, 0.9, 0.8)  # shares of the budget to aim at: where a share is rounded up to layers, the first may just miss
+
+
+class InFlight:
+    """Bytes of cells on their lanes, walked at once."""
+
+    def __init__(self, costs: PipelineCosts, cells: Cells) -> None:
+        self.costs, self.cells = costs, cells
+        self.local = cells.tokens / cells.cp  # [n]
+        memory = costs.memory
+        self.sizes = len({cp for cp in cells.cp.tolist() if cp > 1})
+        self.budgets = np.array([memory.budget(stage, self.sizes) for stage in range(costs.stages)])
+        self.plain = memory.token_bytes["none"]
+        self.owner = np.full((cells.slots, costs.lanes), -1)
+        for number, (slot, lane, cp) in enumerate(zip(cells.slot.tolist(), cells.lane.tolist(), cells.cp.tolist(), strict=True)):
+            self.owner[slot, lane : lane + cp] = number
+        loss = np.minimum(self.local, costs.basis.profile.loss_chunk) * (costs.basis.model.vocab * 6 / costs.basis.layout.tp)
+        self.loss = np.zeros((costs.stages, len(self.local)))
+        self.loss[-1] = loss
+
+    def on_lanes(self, values: Floats) -> Floats:
+        """[p, n] -> [S, p, R], 0 where a lane has nothing."""
+        padded = np.concatenate([values, np.zeros((values.shape[0], 1))], axis=1)
+        return padded[:, self.owner].transpose(1, 0, 2)
+
+    def fits(self, levels: Sequence[str], layers: Sequence[int]) -> bool:
+        """Whether every stage of every lane holds what is in flight."""
+        stored, passing = self.bytes(levels, layers)
+        return bool((peaks(self.on_lanes(stored), self.on_lanes(passing), self.costs.chunks).max(axis=1) <= self.budgets * SLACK).all())
+
+    def bytes(self, levels: Sequence[str], layers: Sequence[int]) -> tuple[Floats, Floats]:
+        """Stored and passing bytes of each cell on each stage, [p, n] each."""
+        table = self.costs.memory.token_bytes
+        again = np.array(layers, dtype=np.float64)
+        saved = np.array([self.plain - table[level] for level in levels])
+        stored = self.local * (self.costs.layers[:, None] * self.plain - again * saved)
+        full = np.array([level == "full" for level in levels])
+        return stored, self.loss + np.where(full, self.local * self.plain, 0.0)
+
+    def shares(self, room: float, transient: float) -> Floats:
+        """Share of its plain bytes that each cell may keep on each stage, [p, n]. transient: bytes to leave free on top."""
+        costs = self.costs
+        stored = self.on_lanes(self.local * self.plain * costs.layers[:, None]) / costs.chunks
+        passing = self.on_lanes(self.loss)
+        share = np.ones((self.cells.slots, costs.stages, costs.lanes))
+        for stage, actions in enumerate(dense_actions(self.cells.slots, costs.stages, costs.chunks)):
+            held = np.zeros(costs.lanes)
+            open_: dict[int, int] = {}
+            for kind, slot, _ in actions:
+                if kind == FORWARD:
+                    held = held + stored[slot, stage]
+                    open_[slot] = open_.get(slot, 0) + 1
+                    free = self.budgets[stage] * room - transient - passing[slot, stage]
+                    if (held > free).any():
+                        allowed = np.where(held > free, np.maximum(free, 0.0) / np.maximum(held, 1.0), 1.0)
+                        for other in open_:
+                            np.minimum(share[other, stage], allowed, out=share[other, stage])
+                if kind == BACKWARD:
+                    held = held - stored[slot, stage]
+                    open_[slot] -= 1
+                    if not open_[slot]:
+                        del open_[slot]
+        result = np.ones((costs.stages, len(self.local)))
+        for stage in range(costs.stages):
+            np.minimum.at(result[stage], np.maximum(self.owner, 0), np.where(self.owner >= 0, share[:, stage], 1.0))
+        return result
+
+
+def choose_recompute(costs: PipelineCosts, cells: Cells, priced: Priced) -> list[Recompute] | None:
+    """The recompute value of each cell; None when these cells do not fit, whatever is recomputed."""
+    flight = InFlight(costs, cells)
+    if (flight.budgets <= 0).any():
+        return None
+    count = len(cells.cp)
+    if not costs.limits.free:
+        choice = costs.limits.choices[0]
+        return [choice] * count if flight.fits([choice.level] * count, [choice.layers] * count) else None
+    if flight.fits(["none"] * count, [0] * count):
+        return [Recompute()] * count
+    for room in ROOMS:
+        for with_full in (False, True):
+            transient = float(flight.local.max()) * flight.plain if with_full else 0.0
+            shares = flight.shares(room, transient)
+            found = _cheapest(costs, priced, shares, with_full)
+            if found is not None and flight.fits([one.level for one in found], [one.layers for one in found]):
+                return found
+    return _everything(costs, flight)
+
+
+def _cheapest(costs: PipelineCosts, priced: Priced, shares: Floats, with_full: bool) -> list[Recompute] | None:
+    """For each cell the level that keeps at most its shares at the least cost."""
+    table, most = costs.memory.token_bytes, costs.basis.recomputable
+    best = np.full(shares.shape[1], np.inf)
+    level_of, layers_of = np.zeros(shares.shape[1], np.int64), np.zeros(shares.shape[1], np.int64)
+    names = ("selective", "mlp", "full")[: 3 if with_full else 2]
+    over = 1.0 - shares
+    for index, name in enumerate(names):
+        need = np.ceil(over * costs.layers[:, None] * (table["none"] / (table["none"] - table[name])) - 1e-9).max(axis=0)
+        price = np.rint((priced.selective, priced.mlp, priced.full)[index] * need * 1e9)
+        better = (need <= most) & (price < best)
+        best = np.where(better, price, best)
+        level_of, layers_of = np.where(better, index, level_of), np.where(better, need, layers_of).astype(np.int64)
+    if not np.isfinite(best).all():
+        return None
+    return [Recompute(names[level], layers) if layers else Recompute() for level, layers in zip(level_of.tolist(), layers_of.tolist(), strict=True)]
+
+
+def _everything(costs: PipelineCosts, flight: InFlight) -> list[Recompute] | None:
+    """Everything recomputed as far as it goes, where that is enough."""
+    count = len(flight.local)
+    most = costs.basis.recomputable
+    return [Recompute("full", most)] * count if flight.fits(["full"] * count, [most] * count) else None
