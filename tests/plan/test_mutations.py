@@ -95,6 +95,8 @@ for label, field, change in [
     ("padded a multiple down", "padded", lambda v, d, r, m: [v[0] - 1024 * m["cp"], *v[1:]]),
     ("padded a step up", "padded", lambda v, d, r, m: [v[0] + 2 * m["cp"], *v[1:]]),
     ("padded shifted inside", "padded", lambda v, d, r, m: [v[0] + 2 * m["cp"], *v[1:-1], v[-1] - 2 * m["cp"]] if len(v) > 1 else v),
+    ("padded half a step up", "padded", lambda v, d, r, m: [v[0] + m["cp"], *v[1:]]),
+    ("padded half steps", "padded", lambda v, d, r, m: [v[0] + m["cp"], *v[1:-1], v[-1] + 1023 * m["cp"]] if len(v) > 1 else v),
     ("padded negative", "padded", lambda v, d, r, m: [-v[0], *v[1:]]),
     ("padded one too few", "padded", lambda v, d, r, m: v[:-1]),
     ("padded one too many", "padded", lambda v, d, r, m: [*v, 1024 * m["cp"]]),
