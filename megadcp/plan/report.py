@@ -35,7 +35,7 @@ def layout_line(basis: Basis) -> str:
     """Lanes, ranks and schedule."""
     layout = basis.layout
     lanes = f"{layout.lanes} lane{'s' if layout.lanes > 1 else ''} of tp {layout.tp} x pp {layout.pp}"
-    lanes += f" ({ranks(basis)} ranks, {layout.lanes_per_node} lane{'s' if layout.lanes_per_node > 1 else ''} a node)"
+    lanes += f" ({ranks(basis)} rank{'s' if ranks(basis) > 1 else ''}, {layout.lanes_per_node} lane{'s' if layout.lanes_per_node > 1 else ''} a node)"
     if layout.pp == 1:
         return f"{lanes}, {basis.model.layers} layers"
     chunks = f", {layout.virtual_stages} chunks a stage" if layout.virtual_stages > 1 else ""
@@ -74,9 +74,9 @@ def summary_lines(basis: Basis, steps: Sequence[Figures], beside: Beside) -> lis
 
 def _spread(steps: Sequence[Figures], values: Sequence[float], form: str) -> str:
     """One value, or the median and the worst (largest) of several with its step."""
-    if len(values) == 1:
-        return form.format(values[0])
     extreme = max(values)
+    if form.format(extreme) == form.format(min(values)):
+        return form.format(extreme)
     return f"median {form.format(statistics.median(values))}, worst {form.format(extreme)} (step {steps[list(values).index(extreme)].step})"
 
 
@@ -145,7 +145,8 @@ def _seconds(steps: Sequence[Figures]) -> str:
     whole = _spread(steps, [one.whole for one in steps], "{:.4g} s")
     rest = steps[0].whole - steps[0].makespan
     makespan = f"makespan {steps[0].makespan:.4g} s" if len(steps) == 1 else "the makespan"
-    return f"{whole}: {makespan} + {rest:.3g} s of gradient reduction and optimizer"
+    together = f"; {math.fsum(one.whole for one in steps):.4g} s together" if len(steps) > 1 else ""
+    return f"{whole}: {makespan} + {rest:.3g} s of gradient reduction and optimizer{together}"
 
 
 def _mfu(basis: Basis, steps: Sequence[Figures], beside: Beside) -> str:

@@ -131,7 +131,8 @@ def test_several_steps_name_the_worst():
     steps = [one_step(3), one_step(4, makespan=4.0), one_step(5)]
     said = "\n".join(lines_of(basis, steps, planning=[0.001, 0.002, 0.009]))
     assert "3 steps with 9 documents, 2,700 tokens" in said
-    assert "step         median 2.5 s, worst 4.5 s (step 4): the makespan + 0.5 s" in said
+    assert "step         median 2.5 s, worst 4.5 s (step 4): the makespan + 0.5 s of gradient reduction and optimizer; 9.5 s together" in said
+    assert "idle         25.0% of" in said  # the same in all of them
     assert "bound        makespan median 1.250, worst 2.500 (step 4) x the universal lower bound" in said
     assert "planning     median 2.0 ms, worst 9.0 ms (step 5)" in said
     table = table_lines(basis, steps, Beside(peak_flops=1e15, baselines={"static-best": [2.5, 4.0, 2.0]}, planning=[0.001, 0.002, 0.009]))
