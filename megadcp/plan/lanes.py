@@ -26,6 +26,7 @@ LARGE = 0.02  # of a step: documents that take less fill gaps, and are not worth
 GRAINS = 16  # steps of the table of SingleLane, in a full microbatch
 GOOD = 1.004  # of the lower bound: no further recipe is tried
 EVEN = 1.001  # of the mean load
+FEW = 16  # documents a lane
 HOPELESS = 1.01  # of the best end so far: what starts above is not balanced
 PLACEMENTS = 3000  # documents placed by all recipes together, but at least FEWEST recipes
 FEWEST = 2
@@ -73,10 +74,16 @@ def search(basis: Basis, lengths: Sequence[int], limits: Limits, bound: float) -
     lanes = Lanes(prices, lengths)
     best: list[Pack] = []
     least = inf
+    seen: list[list[float]] = []
     for number, recipe in enumerate(_recipes(lanes)):
         if number >= FEWEST and (number + 1) * len(lengths) > PLACEMENTS:
             break
-        packs = lanes.packs(lanes.build(recipe, bound * recipe.aim))
+        blocks = lanes.build(recipe, bound * recipe.aim)
+        ends = [block.seconds for block in blocks]
+        if ends in seen:
+            continue
+        seen.append(ends)
+        packs = lanes.packs(blocks)
         used = max(pack.cp for pack in packs)
         if number == 0 and used < limits.max_cp and any(pack.tokens > pack.group.plain for pack in packs):
             lanes = Lanes(Prices(basis, limits, [cp for cp in prices.sizes if cp <= used]), lengths)  # more memory for everything else
@@ -263,7 +270,8 @@ class Lanes:
 
     def balance(self, packs: list[Pack]) -> list[Pack]:
         """The packs after a local search with a number of moves that follows from documents and lanes."""
-        budget = 100 + 4 * self.count + len(self.lengths) // 16
+        few = len(self.lengths) < FEW * self.count  # then lanes are hard to even out
+        budget = 100 + 4 * self.count if few else 60 + 2 * self.count
         return Balance(packs, self.count, self.lengths, self.new, self.prices.sizes, budget).run()
 
     def loads(self, packs: Sequence[Pack]) -> list[float]:

@@ -1,12 +1,12 @@
 """What a pack costs on a group, without pipelines, fast: seconds from its tokens and squares, with its cheapest kind and recompute.
 
 L padded tokens of the group, Q sum of squared padded lengths, P = cp, t = L / P, N layers. The same formulas as cost.py and memory.py,
-with everything that does not depend on the pack worked out beforehand; `Prices.microbatch` gives the exact value of a finished pack.
+with everything that does not depend on the pack worked out beforehand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil, inf, lcm
 
 from megadcp.plan.basis import Basis
@@ -33,7 +33,8 @@ class Group:
         self.fixed += cost.head_second * cost.half
         self.slope = (layers * ((1 + BACKWARD_LINEAR) * cost.linear_second + cost.tp_second) + cost.head_second) / cp
         self.attention = (1 + BACKWARD_ATTENTION) * layers * cost.attention_second / cp
-        self.kinds = [self._kind(cost, kind) for kind in cost.legal_kinds(cp)]
+        self.names = cost.legal_kinds(cp)
+        self.kinds = [self._kind(cost, kind) for kind in self.names]
         choices = [Recompute()] if prices.limits.free else list(prices.limits.choices)
         self.plain = self._down(prices.tokens_of(choices[0]))
         self.most = max(self._down(prices.tokens_of(choice)) for choice in prices.limits.choices)
@@ -76,8 +77,23 @@ class Group:
                 least, attention = total, own
         seconds = self.fixed + self.slope * tokens + least
         if tokens > self.plain or not self.prices.limits.free:
-            seconds += self.prices.recompute_seconds(tokens / self.cp, attention / (1 + BACKWARD_ATTENTION), least - attention)
+            seconds += self.prices.least_recompute(tokens / self.cp, attention / (1 + BACKWARD_ATTENTION), least - attention)[0]
         return seconds
+
+    def choose(self, tokens: int, squares: float) -> tuple[float, str, Recompute] | None:
+        """(seconds, kind, recompute) of a pack whose sum is padded: the cheapest, as `seconds` prices it; None when it fits at no level."""
+        if tokens > self.most:
+            return None
+        found: list[tuple[float, float, str]] = []
+        for (half, constant, each, hidden_constant, hidden_each), kind in zip(self.kinds, self.names, strict=True):
+            own = self.attention * (squares + half * tokens)
+            found.append((constant + each * tokens + max(own, hidden_constant + hidden_each * tokens), own, kind))
+        total, own, kind = min(found, key=lambda one: one[0])
+        seconds, choice = self.fixed + self.slope * tokens + total, Recompute()
+        if tokens > self.plain or not self.prices.limits.free:
+            extra, level, layers = self.prices.least_recompute(tokens / self.cp, own / (1 + BACKWARD_ATTENTION), total - own)
+            seconds, choice = seconds + extra, Recompute(level, layers)
+        return None if seconds == inf else (seconds, kind, choice)
 
     def divided(self, tokens: int, squares: float) -> tuple[int, float]:
         """(count, seconds): into how many equal packs so many tokens are best divided, and the sum of their times."""
@@ -121,8 +137,8 @@ class Prices:
             found = self._groups[key] = Group(self, *key)
         return found
 
-    def recompute_seconds(self, local: float, attention: float, exposed: float) -> float:
-        """Seconds that the cheapest recompute adds that makes `local` tokens fit; inf if none does.
+    def least_recompute(self, local: float, attention: float, exposed: float) -> tuple[float, str, int]:
+        """(seconds added, level, layers) of the cheapest recompute with which `local` tokens fit; inf seconds if they fit at none.
 
         attention, exposed: seconds of all layers, forward and forward + backward.
         """
@@ -130,10 +146,10 @@ class Prices:
         full = self.cost.linear_second * ramped + (attention + 0.5 * exposed) / layers
         if not self.limits.free:
             choice = self.limits.choices[0]
-            rate = self._rates.get(choice.level, 0.0)
-            return (full if choice.level == "full" else rate * ramped) * choice.layers if local <= self.tokens_of(choice) else inf
+            each = full if choice.level == "full" else self._rates.get(choice.level, 0.0) * ramped
+            return each * choice.layers if local <= self.tokens_of(choice) else inf, choice.level, choice.layers
         over = local * layers * self._stored + min(local, self._chunk) * self._logit - self.budget
-        least = inf
+        least, best, most = inf, "none", 0
         for level, saved in self._saved:
             if level == "full":
                 each, missing = full, over + local * self._stored  # a layer of none passes through memory
@@ -143,35 +159,16 @@ class Prices:
             if count < 1:
                 count = 1
             if count <= layers and each * count < least:
-                least = each * count
-        return least
+                least, best, most = each * count, level, count
+        return least, best, most
 
-    # ------------------------------------------------------------------------------------------------------------ exactly
     def microbatch(self, documents: Sequence[int], lengths: Sequence[int], cp: int, lane: int, slot: int = 0) -> tuple[Microbatch, float] | None:
-        """A finished pack with its exact seconds (unrounded beside it): cheapest kind and recompute; None when it fits at no level."""
+        """A finished pack, and its seconds unrounded; None when it fits at no level."""
         padded = pad([lengths[document] for document in documents], cp, self.basis.align)
-        tokens, local = sum(padded), sum(padded) / cp
-        squares = sum([length * length for length in padded])
-        best: Microbatch | None = None
-        least, exact = (0, 0), 0.0
-        for kind in self.cost.legal_kinds(cp):
-            layer = self.cost.layer(Load(tokens, squares, cp, kind, self.cost.in_node(lane, cp)))
-            for choice in self.fitting(local):
-                seconds, need = self.cost.stages(layer, local, choice.level, choice.layers)[0], self.memory.need(0, local, choice)
-                score = round(seconds * 1e9), round(need)
-                if best is None or score < least:
-                    least, exact = score, seconds
-                    best = Microbatch(slot, lane, cp, tuple(documents), padded, choice, kind, round_seconds(seconds), round_bytes(need))
-        return None if best is None else (best, exact)
-
-    def fitting(self, local: float) -> Iterator[Recompute]:
-        """The recompute values worth pricing: the named one, or each level with its least layers; none alone if it fits."""
-        if not self.limits.free:
-            yield from (choice for choice in self.limits.choices if local <= self.tokens_of(choice))
-            return
-        for level in LEVELS:
-            layers = self.memory.least_layers(local, level, [self.budget])
-            if layers >= 0:
-                yield Recompute(level, layers)
-            if layers == 0:
-                return
+        tokens = sum(padded)
+        found = self.group(cp, lane).choose(tokens, sum([length * length for length in padded]))
+        if found is None:
+            return None
+        seconds, kind, choice = found
+        need = self.memory.need(0, tokens / cp, choice)
+        return Microbatch(slot, lane, cp, tuple(documents), padded, choice, kind, round_seconds(seconds), round_bytes(need)), seconds
