@@ -2,9 +2,13 @@
 
 import faulthandler
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "dist"))  # `from ranks import run_ranks` in any test
 
 STDERR = pytest.StashKey[int]()
 LIMIT_SECONDS = 120
