@@ -6,9 +6,11 @@ torch group. A group is made by all ranks of the world, members or not, because 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -75,8 +77,13 @@ class GroupPool:
     its groups at the end; after an error it leaves them to the end of the process, because an unfinished operation could hold it here.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, max_cp: int = 0, timeout_s: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, device: torch.device, max_cp: int = 0, timeout_s: float = TIMEOUT_SECONDS, overlap: bool = False
+    ) -> None:
         """Make the groups and warm each of them up with one small sum.
+
+        `overlap`: `lanes` gets a torch group to itself where other groups have the same ranks. Operations of one torch group must start in
+        the same order on all members; gradient buckets that start in each lane's own last backward do not keep one with the cp group.
 
         Raises:
             ValueError: the rank or torch's world does not belong to the mesh.
@@ -84,18 +91,21 @@ class GroupPool:
         self.mesh, self.rank, self.coords, self.sizes = mesh, rank, mesh.coords(rank), cp_sizes(mesh, max_cp)
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._own: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if mesh.world > 1:
             _check_world(mesh, rank)
-            self._make(rank_sets(mesh, max_cp), timedelta(seconds=timeout_s))
-            self._warm_up(device)
+            self._handles = _make(rank_sets(mesh, max_cp), mesh.world, timedelta(seconds=timeout_s))
+            self._own = _make(_shared_lanes(mesh, max_cp), 0, timedelta(seconds=timeout_s)) if overlap else {}
+            self._groups = {ranks: Group(ranks, ranks.index(rank), handle) for ranks, handle in self._handles.items() if rank in ranks}
         pp, lane, tp = self.coords
         self.world = self._group(tuple(range(mesh.world)))
         self.tp = self._group(mesh.tp_ranks(pp, lane))
-        self.lanes = self._group(mesh.lane_ranks(pp, tp))
+        self.lanes = self._lanes(mesh.lane_ranks(pp, tp))
         self.pipeline = self._group(mesh.pipeline_ranks(lane, tp))
         ends = _ends(mesh, lane, tp)
         self.ends = self._group(ends) if rank in ends else Group.single(rank)
         self.model = self._group(_model(mesh, lane))
+        _warm_up([*self._groups.values(), self.lanes], device)
 
     def cp(self, lane: int, size: int) -> Group:
         """The group of `size` lanes that runs a microbatch of first lane `lane`; this rank's lane must be one of them.
@@ -117,16 +127,16 @@ class GroupPool:
 
     @property
     def count(self) -> int:
-        """Sets of ranks that have a torch group; the same on all ranks."""
-        return len(self._handles)
+        """Torch groups of the pool; the same on all ranks."""
+        return len(self._handles) + len(self._own)
 
     def close(self, failed: bool = False) -> None:
         """Destroy the groups. After a failure nothing waits: NCCL's are aborted, gloo's are left to the end of the process."""
-        handles, self._handles = self._handles, {}
-        self._groups.clear()
+        handles = [*self._own.values(), *self._handles.values()]
+        self._own, self._handles, self._groups = {}, {}, {}
         if not dist.is_initialized():
             return
-        for handle in handles.values():
+        for handle in handles:
             if handle is dist.group.WORLD:
                 continue
             if not failed:
@@ -140,26 +150,34 @@ class GroupPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=error is not None)
 
-    def _make(self, sets: list[tuple[int, ...]], timeout: timedelta) -> None:
-        for ranks in sets:
-            if len(ranks) == self.mesh.world:
-                handle = dist.group.WORLD
-            else:
-                handle = dist.new_group(list(ranks), timeout=timeout)  # all ranks, also those outside
-            self._handles[ranks] = handle
-            if self.rank in ranks:
-                self._groups[ranks] = Group(ranks, ranks.index(self.rank), handle)
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        return self._groups[ranks] if len(ranks) > 1 else Group.single(self.rank)
 
-    def _warm_up(self, device: torch.device) -> None:
-        """Connect the members now, in the order of making, and not in the middle of the first step."""
-        for group in self._groups.values():
+    def _lanes(self, ranks: tuple[int, ...]) -> Group:
+        shared = self._group(ranks)
+        return replace(shared, handle=self._own[ranks]) if ranks in self._own else shared
+
+
+def _make(sets: list[tuple[int, ...]], world: int, timeout: timedelta) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """One torch group for each set, made by all ranks, also those outside; torch's own for one of `world` ranks."""
+    made = {ranks: dist.group.WORLD if len(ranks) == world else dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
+    return cast(dict[tuple[int, ...], dist.ProcessGroup], made)
+
+
+def _shared_lanes(mesh: Mesh, max_cp: int) -> list[tuple[int, ...]]:
+    """Sets of all lanes that a cp group has, too."""
+    whole = mesh.lanes > 1 and mesh.lanes in cp_sizes(mesh, max_cp)
+    return [mesh.lane_ranks(pp, tp) for pp in range(mesh.pp) for tp in range(mesh.tp)] if whole else []
+
+
+def _warm_up(groups: Iterable[Group], device: torch.device) -> None:
+    """Connect the members now, in the order of making, and not in the middle of the first step."""
+    for group in groups:
+        if group.handle is not None:
             one = torch.ones(1, device=device)
             dist.all_reduce(one, group=group.handle)
             if int(one) != group.size:
                 raise RuntimeError(f"a sum of ones over ranks {group.ranks} gives {float(one)}")
-
-    def _group(self, ranks: tuple[int, ...]) -> Group:
-        return self._groups[ranks] if len(ranks) > 1 else Group.single(self.rank)
 
 
 def _check_world(mesh: Mesh, rank: int) -> None:

@@ -34,7 +34,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """x [n, ...], n equal on all members -> [s n, ...]. A group of one returns x itself."""
+    """Everybody's x [n, ...], n equal on all members -> [s n, ...]. A group of one returns x itself."""
     if group.handle is None:
         return x
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
@@ -71,7 +71,7 @@ def all_to_all(parts: Sequence[Tensor], group: Group, shapes: Sequence[Sequence[
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(_plain(received), _plain(sent), sizes, [part.numel() for part in parts], group=group.handle)
-    return [flat.view(shape) for flat, shape in zip(received.split(sizes), arriving, strict=True)]
+    return [flat.view(shape) for flat, shape in zip(torch.split(received, sizes), arriving, strict=True)]
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group) -> list[dist.Work]:
