@@ -9,7 +9,49 @@ class Refuse:
             raise ImportError(name + " is not needed here")
 sys.meta_path.insert(0, Refuse())
 """
-PLAN = ["actions", "baselines", "basis", "cost", "lower_bound", "memory", "packing", "plan_file", "planner", "simulate", "step_plan", "verify"]
+PLAN = [
+    "actions",
+    "ahead",
+    "balance",
+    "baseline_layouts",
+    "baseline_megatron",
+    "baselines",
+    "basis",
+    "bound_1f1b",
+    "columns",
+    "cost",
+    "exact",
+    "exact_lanes",
+    "exact_pipelines",
+    "figures",
+    "lanes",
+    "limits",
+    "lower_bound",
+    "memory",
+    "packing",
+    "pipeline_costs",
+    "pipeline_fallback",
+    "pipeline_fill",
+    "pipeline_memory",
+    "pipeline_profile",
+    "pipeline_score",
+    "pipelines",
+    "plan_file",
+    "planner",
+    "presets",
+    "pricing",
+    "render",
+    "render_common",
+    "render_lengths",
+    "render_svg",
+    "render_text",
+    "render_theme",
+    "render_trace",
+    "report",
+    "simulate",
+    "step_plan",
+    "verify",
+]
 
 
 def run(code):
