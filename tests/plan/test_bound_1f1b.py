@@ -100,11 +100,11 @@ def test_gaps_between_slots_do_not_help(name):
         assert makespans(seconds, present).min() >= value * (1 - 1e-7)
 
 
-@pytest.mark.parametrize("name", ["even", "inner largest", "three"])
+@pytest.mark.parametrize("name", ["even", "three"])
 def test_ranges_and_weights(name):
     """A range's program bounds every number in it; under the weights of the best number nothing is lost there."""
     lane = LANES[name]
-    count, value, weights = bound_1f1b._good_count(lane, 40)
+    count, value, weights = bound_1f1b._good_count(lane, 20)
     assert bound_1f1b._solve(lane, count, 0, weights)[0] == pytest.approx(value, rel=1e-7)
     values = {one: bound_1f1b._solve(lane, one, 0, weights)[0] for one in range(1, 13)}
     for one, low in values.items():
@@ -113,9 +113,9 @@ def test_ranges_and_weights(name):
             assert low >= (base + one * fixed) * (1 - 1e-7)
     for low, high in ((1, 3), (2, 6), (5, 8), (6, 12)):
         assert bound_1f1b._solve(lane, high, high - low, weights)[0] <= min(values[one] for one in range(low, high + 1)) * (1 + 1e-7)
-    assert 0.99 * value <= bound_1f1b._least_over_counts(lane, 40) <= value * (1 + 1e-7)
-    least = min(bound_1f1b._solve(lane, one, 0, weights)[0] for one in range(1, 41))
-    assert bound_1f1b._least_over_counts(lane, 40) <= least * (1 + 1e-7)
+    assert 0.99 * value <= bound_1f1b._least_over_counts(lane, 20) <= value * (1 + 1e-7)
+    least = min(bound_1f1b._solve(lane, one, 0, weights)[0] for one in range(1, 21))
+    assert bound_1f1b._least_over_counts(lane, 20) <= least * (1 + 1e-7)
 
 
 LAYOUTS = [
@@ -152,7 +152,7 @@ def tent(b, lengths, capacities):
     return [Microbatch(slot, 0, 1, tuple(pack), pad([lengths[one] for one in pack], 1, b.align)) for slot, pack in enumerate(packs)]
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(1, 4000), min_size=1, max_size=24),
     st.lists(st.integers(1, 8), min_size=1, max_size=8),
