@@ -35,6 +35,13 @@ class Cells(NamedTuple):
     squares: Floats  # [n] Q
     slots: int  # S
 
+    def owner(self, lanes: int) -> Ints:
+        """Number of the cell that each lane has at each slot, [S, R]; the number of cells where it has none."""
+        owner = np.full((self.slots, lanes), len(self.cp))
+        for number, (slot, lane, cp) in enumerate(zip(self.slot.tolist(), self.lane.tolist(), self.cp.tolist(), strict=True)):
+            owner[slot, lane : lane + cp] = number
+        return owner
+
 
 class Priced(NamedTuple):
     """What cells cost without recompute, and what recomputing one layer of each would add."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,15 @@ class Cell:
     tokens: int = 0
 
 
+class Block(NamedTuple):
+    """A document with a group of its own."""
+
+    slot: int
+    lane: int
+    cp: int
+    document: int
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Documents on groups of one size: nanoseconds, padded tokens (lists and arrays of the same), most tokens of a microbatch of several."""
@@ -46,7 +56,9 @@ class Sizes:
 class Filling:
     """One way to fill slots. base: usual group size; coarse: how many documents, the longest, are placed one by one."""
 
-    def __init__(self, rooms: Sequence[int], base: int, sizes: dict[int, Sizes], speeds: Sequence[int], coarse: int) -> None:
+    def __init__(
+        self, rooms: Sequence[int], base: int, sizes: dict[int, Sizes], speeds: Sequence[int], coarse: int, blocks: Sequence[Block] = ()
+    ) -> None:
         self.rooms, self.base, self.sizes, self.speeds, self.coarse = rooms, base, sizes, speeds, coarse
         self.lanes, self.count = len(speeds), len(sizes[base].padded)
         self.even = min(speeds) == max(speeds)
@@ -57,12 +69,27 @@ class Filling:
         slots = sorted((room, slot) for slot, room in enumerate(rooms))
         self.free = {cp: list(slots) for cp in self.groups}  # slots with lanes for a group: (room, slot), ascending
         self.homeless: list[int] = []
+        self.placed = [False] * coarse
+        for block in blocks:
+            self._put(block)
+
+    def _put(self, block: Block) -> None:
+        """A document that has its place."""
+        size, slot = self.sizes[block.cp], block.slot
+        self._take(slot, block.lane, block.cp)
+        room = self.rooms[slot] * min(self.speeds[block.lane : block.lane + block.cp]) // THOUSAND - size.seconds[block.document]
+        self._open(Cell(slot, block.lane, block.cp, room, [block.document], size.padded[block.document]))
+        self.placed[block.document] = True
+
+    def _open(self, cell: Cell) -> None:
+        self.cells.append(cell)
+        insort(self.open[cell.cp], (cell.room, len(self.cells) - 1))
 
     # ------------------------------------------------------------------------------------------------------ one by one
     def place_coarse(self, patience: int = 0) -> bool:
         """The longest documents, each on the least group that has room for it; False when more than `patience` of them found none."""
         for document in range(self.coarse):
-            if not any(self._place(document, cp) for cp in self.groups):
+            if not self.placed[document] and not any(self._place(document, cp) for cp in self.groups):
                 self.homeless.append(document)
                 if len(self.homeless) > patience:
                     return False
@@ -83,8 +110,7 @@ class Filling:
         if fresh is not None:
             slot, lane, room = fresh
             self._take(slot, lane, cp)
-            self.cells.append(Cell(slot, lane, cp, room - need, [document], tokens))
-            insort(open_, (room - need, len(self.cells) - 1))
+            self._open(Cell(slot, lane, cp, room - need, [document], tokens))
             return True
         if found is None:
             return False
@@ -125,8 +151,10 @@ class Filling:
     def _take(self, slot: int, lane: int, cp: int) -> None:
         if cp == self.base:
             self.high[slot] = lane
-        else:
-            self.low[slot] = lane + cp
+            return
+        for hole in range(self.low[slot], lane, self.base):  # lanes skipped so that the group is aligned
+            self._open(Cell(slot, hole, self.base, self.rooms[slot] * min(self.speeds[hole : hole + self.base]) // THOUSAND))
+        self.low[slot] = lane + cp
 
     # ---------------------------------------------------------------------------------------------------- all the others
     def place_rest(self) -> list[Cell]:
@@ -137,6 +165,16 @@ class Filling:
         if self.coarse < self.count:
             self._pour()
         return [cell for cell in self.cells if cell.documents]
+
+    def fullest(self) -> list[int]:
+        """Nanoseconds of content of each slot's fullest cell, at the mean lane's speed; what was poured is counted as evenly spread."""
+        most = [0] * len(self.rooms)
+        for cell in self.cells:
+            if cell.documents:
+                speed = min(self.speeds[cell.lane : cell.lane + cell.cp])
+                held = (self.rooms[cell.slot] * speed // THOUSAND - cell.room) * THOUSAND // speed
+                most[cell.slot] = max(most[cell.slot], held)
+        return most
 
     def _open_the_rest(self) -> None:
         for slot, room in enumerate(self.rooms):
@@ -194,9 +232,10 @@ class Filling:
         middles = np.cumsum(times) - times // 2
         where = np.minimum(np.searchsorted(ends, middles), len(cells) - 1).tolist()
         for document, number in enumerate(where, self.coarse):
-            cell = cells[number]
+            cell, size = cells[number], self.sizes[cells[number].cp]
             cell.documents.append(document)
-            cell.tokens += self.sizes[cell.cp].padded[document]
+            cell.tokens += size.padded[document]
+            cell.room -= size.seconds[document]
         for cell in cells:
             if cell.tokens > self.sizes[cell.cp].cap and len(cell.documents) > 1:
                 raise NoRoom

@@ -30,9 +30,7 @@ class InFlight:
         self.sizes = len({cp for cp in cells.cp.tolist() if cp > 1})
         self.budgets = np.array([memory.budget(stage, self.sizes) for stage in range(costs.stages)])
         self.plain = memory.token_bytes["none"]
-        self.owner = np.full((cells.slots, costs.lanes), -1)
-        for number, (slot, lane, cp) in enumerate(zip(cells.slot.tolist(), cells.lane.tolist(), cells.cp.tolist(), strict=True)):
-            self.owner[slot, lane : lane + cp] = number
+        self.owner = cells.owner(costs.lanes)
         loss = np.minimum(self.local, costs.basis.profile.loss_chunk) * (costs.basis.model.vocab * 6 / costs.basis.layout.tp)
         self.loss = np.zeros((costs.stages, len(self.local)))
         self.loss[-1] = loss
@@ -79,10 +77,10 @@ class InFlight:
                     open_[slot] -= 1
                     if not open_[slot]:
                         del open_[slot]
-        result = np.ones((costs.stages, len(self.local)))
+        result = np.ones((costs.stages, len(self.local) + 1))
         for stage in range(costs.stages):
-            np.minimum.at(result[stage], np.maximum(self.owner, 0), np.where(self.owner >= 0, share[:, stage], 1.0))
-        return result
+            np.minimum.at(result[stage], self.owner, share[:, stage])
+        return result[:, :-1]
 
 
 def choose_recompute(costs: PipelineCosts, cells: Cells, priced: Priced) -> list[Recompute] | None:

@@ -10,23 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from megadcp.plan.baselines import Static
 from megadcp.plan.basis import Basis
-from megadcp.plan.columns import Blocks, makespans
+from megadcp.plan.columns import makespans
 from megadcp.plan.limits import Limits
-from megadcp.plan.packing import pad
-from megadcp.plan.pipeline_costs import KIND_NAMES, Cells, Documents, Floats, Ints, PipelineCosts
+from megadcp.plan.pipeline_costs import Documents, Floats, PipelineCosts
 from megadcp.plan.pipeline_fallback import one_by_one
-from megadcp.plan.pipeline_fill import THOUSAND, Cell, Filling, NoRoom, Sizes
-from megadcp.plan.pipeline_memory import choose_recompute
+from megadcp.plan.pipeline_fill import THOUSAND, Block, Cell, Filling, NoRoom, Sizes
 from megadcp.plan.pipeline_profile import targets
+from megadcp.plan.pipeline_reshape import reshape
+from megadcp.plan.pipeline_score import Plan, Scorer
 from megadcp.plan.step_plan import Microbatch
 
 MOST_SLOTS = 96
 SLACKS = (1.01, 1.025, 1.045, 1.08)
+RESHAPES = 3
+ROUNDS = 6
+EXACT = 3  # attempts that are priced and simulated
 SAND = 20  # documents shorter than this part of a mean slot are poured
 
 
@@ -35,11 +39,13 @@ def search(basis: Basis, lengths: Sequence[int], limits: Limits, static: Static 
     return _Search(basis, lengths, limits, static).best()
 
 
-class Plan:
-    """A candidate: its cells' documents, and what was found for them."""
+class Attempt(NamedTuple):
+    """A filling, and what its slots will take: nanoseconds of content of the fullest microbatch of each."""
 
-    def __init__(self, nanoseconds: int, cells: Sequence[Cell], table: Cells, kinds: Sequence[int], recompute: Sequence[object]) -> None:
-        self.nanoseconds, self.cells, self.table, self.kinds, self.recompute = nanoseconds, cells, table, kinds, recompute
+    cells: list[Cell]
+    base: int
+    slots: list[int]
+    most: float  # local tokens of a microbatch of several documents
 
 
 def distinct(found: Sequence[tuple[float, Floats]], count: int) -> list[Floats]:
@@ -71,20 +77,66 @@ class _Search:
         speeds = basis.lane_speed or (1.0,) * basis.layout.lanes
         mean = math.fsum(speeds) / len(speeds)
         self.speeds = [max(1, round(speed / mean * THOUSAND)) for speed in speeds]
+        self.scorer = Scorer(self.costs, self.order, self.sorted)
+        self.work: dict[int, list[float]] = {}
+        self.busiest = 0
 
     def best(self) -> list[Microbatch]:
         found: Plan | None = None
-        for candidate in self._candidates():
-            plan = self.score(candidate)
+        for attempt in self._promising():
+            plan = self.scorer.plan(attempt.cells)
             if plan is not None and (found is None or plan.nanoseconds < found.nanoseconds):
-                found = plan
+                found, chosen = plan, attempt
         if found is not None:
-            # Sums in another order than the simulator's may differ by their last bits, which a nanosecond covers.
-            if self.static is None or found.nanoseconds + 1 < round(self.static.makespan * 1e9):
-                return self._microbatches(found)
+            found = self._reshaped(found, chosen)
+        # Sums in another order than the simulator's may differ by their last bits, which a nanosecond covers.
+        if found is not None and (self.static is None or found.nanoseconds + 1 < round(self.static.makespan * 1e9)):
+            return self.scorer.microbatches(found)
         if self.static is not None:
             return list(self.static.microbatches)
         return one_by_one(self.costs, self.lengths, range(len(self.lengths)))
+
+    def _reshaped(self, plan: Plan, attempt: Attempt) -> Plan:
+        """The plan with better slot sizes: long documents stay where they are, the others are placed anew."""
+        best, base = plan, attempt.base
+        sizes = capped(self._sizes(self.busiest), attempt.most)
+        fixed = self.documents[base].fixed
+        for _ in range(RESHAPES):
+            blocks, least = [], np.zeros(plan.table.slots)
+            for number, cell in enumerate(plan.cells):
+                if cell.cp > base:
+                    document = cell.documents[0]
+                    blocks.append(Block(cell.slot, cell.lane, cell.cp, document))
+                    least[cell.slot] = max(least[cell.slot], sizes[cell.cp].seconds[document] / 1e9)
+            slots = self.scorer.slots(plan, fixed, self.busiest, least, np.full(plan.table.slots, np.inf))
+            content, _ = reshape(slots, ROUNDS, self.costs.chunks)
+            again: Plan | None = None
+            for attempt in self._fillings((content * 1e9).tolist(), base, sizes, attempt.most, blocks):
+                again = self.scorer.plan(attempt.cells)
+            if again is None:
+                break
+            plan = again
+            if plan.nanoseconds < best.nanoseconds:
+                best = plan
+        return best
+
+    def _promising(self) -> list[Attempt]:
+        """The attempts worth an exact score: those with the least makespan of one lane that has the fullest microbatch of each slot."""
+        attempts = list(self._attempts())
+        if len(attempts) <= EXACT:
+            return attempts
+        stages, chunks = self.costs.stages, self.costs.chunks
+        slots = max(len(attempt.slots) for attempt in attempts)
+        slots = -(-slots // stages) * stages if chunks > 1 else slots
+        content = np.zeros((slots, len(attempts)))
+        seconds = np.zeros((slots, stages, len(attempts)))
+        for number, attempt in enumerate(attempts):
+            content[: len(attempt.slots), number] = np.array(attempt.slots) / 1e9
+            work = self.work[attempt.base]
+            ratio = np.array(work) / work[self.busiest]
+            seconds[:, :, number] = self.documents[attempt.base].fixed + content[:, number, None] * ratio
+        ends = np.rint(makespans(seconds, content > 0, chunks) * 1e9).astype(np.int64).tolist()
+        return [attempts[number] for number in sorted(range(len(attempts)), key=lambda number: (ends[number], number))[:EXACT]]
 
     # ------------------------------------------------------------------------------------------------------------- documents
     def _documents(self) -> dict[int, Documents]:
@@ -102,16 +154,16 @@ class _Search:
         return sizes
 
     # ------------------------------------------------------------------------------------------------------------ candidates
-    def _candidates(self) -> Iterator[list[Cell]]:
+    def _attempts(self) -> Iterator[Attempt]:
         bases = self._bases()
-        work = {base: self._work(base) for base in bases}
-        first = work[bases[0]]
-        busiest = max(range(len(first)), key=lambda stage: (round(first[stage] * 1e9), stage))
-        sizes = self._sizes(busiest)
-        for shares, most in self._profiles(self.documents[bases[0]].fixed.tolist(), first, sizes, busiest):
+        self.work = {base: self._work(base) for base in bases}
+        first = self.work[bases[0]]
+        self.busiest = max(range(len(first)), key=lambda stage: (round(first[stage] * 1e9), stage))
+        sizes = self._sizes(self.busiest)
+        for shares, most in self._profiles(self.documents[bases[0]].fixed.tolist(), first, sizes, self.busiest):
             for base in bases:
-                rooms = [share * work[base][busiest] * 1e9 for share in shares.tolist()]
-                yield from self._fillings(rooms, base, capped(sizes, most))
+                rooms = [share * self.work[base][self.busiest] * 1e9 for share in shares.tolist()]
+                yield from self._fillings(rooms, base, capped(sizes, most), most)
 
     def _work(self, base: int) -> list[float]:
         """Seconds of content of an average lane on each stage, with groups of this size."""
@@ -167,85 +219,18 @@ class _Search:
                 used = cp
         return heights
 
-    def _fillings(self, rooms: list[float], base: int, sizes: dict[int, Sizes]) -> Iterator[list[Cell]]:
-        usual = sizes[base]
-        coarse = int((usual.nanoseconds > int(math.fsum(rooms)) // (SAND * len(rooms))).sum())
+    def _fillings(
+        self, rooms: list[float], base: int, sizes: dict[int, Sizes], most: float, blocks: Sequence[Block] = ()
+    ) -> Iterator[Attempt]:
+        """The tightest filling of these rooms (nanoseconds), if any."""
+        least = int(math.fsum(rooms)) // (SAND * len(rooms))
+        coarse = max([int((sizes[base].nanoseconds > least).sum()), *(block.document + 1 for block in blocks)])
         for slack in SLACKS:
-            filling = Filling([int(room * slack) for room in rooms], base, sizes, self.speeds, coarse)
+            filling = Filling([int(room * slack) for room in rooms], base, sizes, self.speeds, coarse, blocks)
             if filling.place_coarse(0 if slack < SLACKS[-1] else len(self.order)):
                 try:
-                    yield filling.place_rest()
+                    cells = filling.place_rest()
                 except NoRoom:
                     continue
+                yield Attempt(cells, base, filling.fullest(), most)
                 return
-
-    # -------------------------------------------------------------------------------------------------------------- scoring
-    def table(self, cells: Sequence[Cell]) -> Cells:
-        """The cells' loads, padded as packing.pad pads them: every document to its multiple, the last one until the sum fits."""
-        count = len(cells)
-        group = np.array([cell.cp for cell in cells], dtype=np.int64)
-        members = np.array([document for cell in cells for document in cell.documents], dtype=np.int64)
-        number = np.repeat(np.arange(count), [len(cell.documents) for cell in cells])
-        step = np.where(group > 1, 2 * group, 1)
-        grain = np.array([self.costs.grain(cp) for cp in group.tolist()], dtype=np.int64)
-        each = step[number]
-        padded = -(-self.sorted[members] // each) * each
-        sums = np.bincount(number, weights=padded, minlength=count).astype(np.int64)
-        last = padded[np.cumsum([len(cell.documents) for cell in cells]) - 1]
-        grow = -sums % grain
-        squares = np.bincount(number, weights=padded * padded, minlength=count) + grow * (grow + 2 * last)
-        slots = max(cell.slot for cell in cells) + 1
-        if self.costs.chunks > 1:
-            slots = -(-slots // self.costs.stages) * self.costs.stages
-        return Cells(
-            np.array([cell.slot for cell in cells], dtype=np.int64), np.array([cell.lane for cell in cells], dtype=np.int64),
-            group, sums + grow, squares.astype(np.float64), slots,
-        )  # fmt: skip
-
-    def score(self, cells: list[Cell]) -> Plan | None:
-        """The candidate with kinds, recompute and simulated makespan; None when it does not fit the memory."""
-        table = self.table(cells)
-        priced = self.costs.price(table)
-        recompute = choose_recompute(self.costs, table, priced)
-        if recompute is None:
-            return None
-        extra = np.array([self._extra(priced, number, one) for number, one in enumerate(recompute)])
-        seconds = priced.seconds + extra
-        makespan = self.simulate(table, seconds)
-        return Plan(round(makespan * 1e9), cells, table, priced.kind.tolist(), recompute)
-
-    def _extra(self, priced, number, one) -> float:
-        if one.level == "none":
-            return 0.0
-        return float(getattr(priced, one.level)[number]) * one.layers
-
-    def simulate(self, table: Cells, seconds: Floats) -> float:
-        """Makespan of all lanes, coupled by their groups."""
-        slots, lanes, stages = table.slots, self.costs.lanes, self.costs.stages
-        owner = np.full((slots, lanes), len(table.cp))
-        blocks: list[Blocks | None] = [None] * slots
-        size = np.ones((slots, lanes), dtype=np.int64)
-        for number, (slot, lane, cp) in enumerate(zip(table.slot.tolist(), table.lane.tolist(), table.cp.tolist(), strict=True)):
-            owner[slot, lane : lane + cp] = number
-            size[slot, lane : lane + cp] = cp
-        for slot in range(slots):
-            if (size[slot] > 1).any():
-                starts, lane, row = [], 0, size[slot].tolist()
-                while lane < lanes:
-                    starts.append(lane)
-                    lane += row[lane]
-                blocks[slot] = Blocks(np.array(starts), size[slot][starts])
-        times = np.concatenate([seconds, np.zeros((stages, 1))], axis=1)[:, owner].transpose(1, 0, 2)
-        if self.basis.lane_speed:
-            speed = np.array([self.basis.speed(lane, cp) for lane, cp in zip(table.lane.tolist(), table.cp.tolist(), strict=True)] + [1.0])
-            times = times / speed[owner][:, None, :]
-        return float(makespans(times, owner < len(table.cp), self.costs.chunks, blocks).max())
-
-    def _microbatches(self, plan: Plan) -> list[Microbatch]:
-        found = []
-        for number, cell in enumerate(plan.cells):
-            documents = tuple(self.order[document] for document in cell.documents)
-            padded = pad([self.lengths[document] for document in documents], cell.cp, self.basis.align)
-            kind = KIND_NAMES[plan.kinds[number]]
-            found.append(Microbatch(cell.slot, cell.lane, cell.cp, documents, padded, plan.recompute[number], kind))
-        return sorted(found, key=lambda one: (one.slot, one.lane))
