@@ -54,6 +54,10 @@ RECIPES = (
     Recipe(2, 1.01, False),
     Recipe(8, 1.01, False),
     Recipe(4, 1.04, True),
+    Recipe(1, 1.1, False),  # from here on for steps of few documents
+    Recipe(1, 1.2, False),
+    Recipe(1, 1.1, True),
+    Recipe(2, 1.15, False),
 )
 
 

@@ -247,7 +247,7 @@ def gap(case, seed):
 
 
 # (cases, worst gap, mean gap) as measured, rounded up
-GAPS = {"lanes": (lanes_case, range(20), 0.10, 0.015), "pipelines": (pipeline_case, range(10), 0.08, 0.03)}
+GAPS = {"lanes": (lanes_case, range(20), 0.04, 0.005), "pipelines": (pipeline_case, range(10), 0.08, 0.03)}
 
 
 @pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for kind, (_, seeds, _, _) in GAPS.items() for seed in seeds])
