@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ import torch
 
 @dataclass(frozen=True)
 class Measured:
-    """One microbatch beside its prediction. bytes: see `device_bytes`."""
+    """One microbatch beside its prediction, on one rank. seconds: of its actions on this stage, without waiting for messages of the pipeline.
+
+    bytes: see `Stopwatch`.
+    """
 
     slot: int
     predicted_seconds: float
@@ -43,40 +47,41 @@ def _peak_resident_bytes() -> int:
 
 
 class Stopwatch:
-    """Measures the microbatches of one step. On a GPU by events and the allocator's counters, so the host never waits.
+    """Measures the microbatches of one step, each over its actions. On a GPU by events and the allocator's counters: the host never waits.
 
-    Bytes on a GPU: the largest allocation during the microbatch less what was allocated before it, which is what a plan predicts. On a CPU:
-    the resident set of the whole process at the end of the forward, because no allocator counts there.
+    Bytes on a GPU: the largest over its actions of what the microbatch keeps from its earlier actions plus what the action allocates at its
+    peak, which is what a plan predicts. On a CPU: the resident set of the whole process at the end of a forward, as no allocator counts there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory_bytes = 0
-        self._marks: list[tuple[object, object]] = []
-        self._bytes: list[int] = []
+        self._marks: list[tuple[int, object, object]] = []
+        self._kept: defaultdict[int, int] = defaultdict(int)
+        self._bytes: defaultdict[int, int] = defaultdict(int)
 
     @contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """Around one microbatch's forward and backward."""
+    def action(self, slot: int, forward: bool) -> Iterator[None]:
+        """Around one forward or backward of (a chunk of) a microbatch."""
         cuda = self.device.type == "cuda"
         before = 0
         if cuda:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         begin = self._mark()
-        self._bytes.append(0)
         yield
-        self._marks.append((begin, self._mark()))
+        self._marks.append((slot, begin, self._mark()))
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device)
-            self._bytes[-1] = peak - before
-            self.memory_bytes = max(self.memory_bytes, peak)
+            self._note(slot, self._kept[slot] + peak - before, peak)
+            self._kept[slot] += torch.cuda.memory_allocated(self.device) - before
+        elif forward:
+            resident = resident_bytes()
+            self._note(slot, resident, resident)
 
-    def forward_done(self) -> None:
-        """Between forward and backward, when all stored activations are alive."""
-        if self.device.type != "cuda":
-            self._bytes[-1] = resident_bytes()
-            self.memory_bytes = max(self.memory_bytes, self._bytes[-1])
+    def _note(self, slot: int, count: int, whole: int) -> None:
+        self._bytes[slot] = max(self._bytes[slot], count)
+        self.memory_bytes = max(self.memory_bytes, whole)
 
     def _mark(self) -> object:
         if self.device.type != "cuda":
@@ -86,12 +91,19 @@ class Stopwatch:
         event.record()
         return event
 
-    def read(self) -> list[tuple[float, int]]:
-        """(seconds, bytes) of each microbatch; on a GPU call it once the step has been waited for."""
-        seconds = []
-        for begin, end in self._marks:
-            if isinstance(begin, float) and isinstance(end, float):
-                seconds.append(end - begin)
-            else:
-                seconds.append(begin.elapsed_time(end) / 1000)  # type: ignore[attr-defined]
-        return list(zip(seconds, self._bytes, strict=True))
+    def read(self) -> dict[int, tuple[float, int]]:
+        """(seconds, bytes) of each microbatch, by slot; on a GPU call it once the step has been waited for."""
+        seconds: defaultdict[int, float] = defaultdict(float)
+        for slot, begin, end in self._marks:
+            seconds[slot] += _between(begin, end)
+        return {slot: (seconds[slot], self._bytes[slot]) for slot in sorted(seconds)}
+
+    def span(self) -> float:
+        """Seconds from the begin of the first action to the end of the last, waiting included; 0 without any."""
+        return _between(self._marks[0][1], self._marks[-1][2]) if self._marks else 0.0
+
+
+def _between(begin: object, end: object) -> float:
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    return float(begin.elapsed_time(end)) / 1000  # type: ignore[attr-defined]

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megadcp.mesh.groups import Group
+from megadcp.mesh.groups import Group, GroupPool
 from megadcp.plan.step_plan import Microbatch, Recompute
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Handed down with each microbatch; captured by the forward and used again by recompute and backward."""
+    """Handed down with each microbatch; captured by the forward and used again by recompute and backward.
+
+    group: the ranks that share the microbatch, one for each of its lanes in order (None: this rank has it alone).
+    """
 
     step: int = 0
     recompute: Recompute = field(default_factory=Recompute)
     cp: int = 1
     cp_comm: str = "none"
-    group: Group = field(default_factory=Group.single)
-    lanes_per_node: int = 1
+    group: Group | None = None
 
     @staticmethod
-    def of(step: int, microbatch: Microbatch, group: Group | None = None, lanes_per_node: int = 1) -> Placement:
-        """The placement of one microbatch of a plan; `group` is its cp group as this rank sees it (None: the rank alone)."""
-        found = group or Group.single()
-        if found.size != microbatch.cp:
-            raise ValueError(f"the microbatch at slot {microbatch.slot} wants a group of {microbatch.cp}, but got one of {found.size} ranks")
-        return Placement(step, microbatch.recompute, microbatch.cp, microbatch.cp_comm, found, lanes_per_node)
+    def of(step: int, microbatch: Microbatch, pool: GroupPool | None = None) -> Placement:
+        """The placement of one microbatch of a plan. ValueError if it needs a group that the pool doesn't have."""
+        group = None
+        if microbatch.cp > 1:
+            if pool is None:
+                raise ValueError(f"the microbatch at slot {microbatch.slot} is for {microbatch.cp} lanes, but this process runs alone")
+            group = pool.cp(microbatch.lane, microbatch.cp)
+        return Placement(step, microbatch.recompute, microbatch.cp, microbatch.cp_comm, group)
 
     @property
     def cp_index(self) -> int:
-        """Position of this rank in the group."""
-        return self.group.index
+        """Place of this rank in the cp group."""
+        return 0 if self.group is None else self.group.index
 
     @property
     def recompute_level(self) -> str:

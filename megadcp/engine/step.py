@@ -1,7 +1,4 @@
-"""Runs a StepPlan: one optimizer step, in the order in which it happens.
-
-Legend: t tokens of a microbatch, n documents in it.
-"""
+"""Runs a StepPlan: one optimizer step, in the order in which it happens, on one of the ranks that run it together."""
 
 from __future__ import annotations
 
@@ -14,12 +11,19 @@ import torch
 from torch import nn
 
 from megadcp.data.batch import Pack
+from megadcp.engine.agree import agree
+from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane, to_device
 from megadcp.engine.measure import Measured, Stopwatch
-from megadcp.engine.placement import Placement
-from megadcp.nn.backend import IGNORE, PackedTokens
+from megadcp.mesh.coords import Coords, Mesh
+from megadcp.mesh.groups import Group, GroupPool
+from megadcp.nn.part import Part
 from megadcp.parallel.gradients import GradientBuffers
-from megadcp.plan.step_plan import Microbatch, StepPlan
+from megadcp.plan.basis import Basis
+from megadcp.plan.cost import CostModel
+from megadcp.plan.step_plan import StepPlan
 from megadcp.plan.verify import verify
+
+__all__ = ["Engine", "StepResult", "count_targets", "run_step", "to_device"]
 
 
 class Updater(Protocol):
@@ -31,13 +35,38 @@ class Updater(Protocol):
 
 @dataclass
 class Engine:
-    """What a step needs: the model, where its gradients are summed, and what updates it. clip_norm 0 does not clip."""
+    """What a step needs on one rank: the model or its part, where its gradients are summed, and what updates it.
+
+    clip_norm 0 does not clip. pool: the groups of all ranks; None: this process runs alone.
+    """
 
     model: nn.Module
     gradients: GradientBuffers
     optimizer: Updater
     device: torch.device
     clip_norm: float = 0.0
+    pool: GroupPool | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of all ranks."""
+        return Mesh(1) if self.pool is None else self.pool.mesh
+
+    @property
+    def coords(self) -> Coords:
+        """Of this rank."""
+        return Coords(0, 0, 0) if self.pool is None else self.pool.coords
+
+    @property
+    def pipeline(self) -> Group:
+        """The ranks that pass microbatches on to each other."""
+        return Group.single() if self.pool is None else self.pool.pipeline
+
+    @property
+    def part(self) -> Part | None:
+        """Which layers are here; None for a model that knows no parts."""
+        found: Part | None = getattr(self.model, "part", None)
+        return found
 
 
 @dataclass(frozen=True)
@@ -46,7 +75,9 @@ class StepResult:
 
     loss_sum: sum of token losses over the global batch; targets: its tokens with a target; grad_norm: before clipping.
     updated: False when the step was skipped, for the reason in `problem`; weights and optimizer are then as before.
-    seconds: the whole step; update_seconds: the part after the last microbatch; memory_bytes: GPU peak, or the resident set on a CPU.
+    microbatches: those of this rank's lane, on its stage. seconds: the whole step; measured_seconds: what `plan.predicted.seconds` predicts,
+    from the first microbatch's begin to the last one's end on this rank; update_seconds: what comes after. memory_bytes: GPU peak, or the
+    resident set on a CPU.
     """
 
     loss_sum: float
@@ -56,6 +87,7 @@ class StepResult:
     problem: str
     microbatches: tuple[Measured, ...]
     seconds: float
+    measured_seconds: float
     update_seconds: float
     memory_bytes: int
 
@@ -64,28 +96,20 @@ class StepResult:
         """Mean token loss of the global batch; NaN without targets."""
         return self.loss_sum / self.targets if self.targets else float("nan")
 
-    @property
-    def measured_seconds(self) -> float:
-        """What `plan.predicted.seconds` predicts: forward and backward of all microbatches."""
-        return sum(one.seconds for one in self.microbatches)
-
 
 def run_step(engine: Engine, plan: StepPlan, packs: Sequence[Pack], lr: float) -> StepResult:
-    """One optimizer step. `packs` belong to the plan's microbatches in slot order. PlanError if the plan is not legal."""
+    """One optimizer step. `packs` are this lane's, in slot order.
+
+    Raises:
+        PlanError, ValueError: the plan is not legal, or not for these ranks or packs.
+        PlanMismatch: another rank has another plan, or refuses its own. Nothing has run then, on any rank.
+    """
     begin = time.perf_counter()
-    verify(plan)
-    order = in_slot_order(plan, packs)
-    targets = sum(count_targets(pack) for pack in packs)  # of the global batch, known before any backward
+    shares, targets = prepare(engine, plan, packs)
 
     engine.gradients.zero()
-    losses, watch = [], Stopwatch(engine.device)
-    for microbatch, pack in zip(order, packs, strict=True):
-        with watch.microbatch():
-            batch = to_device(pack, engine.device)
-            loss = engine.model(batch, Placement.of(plan.step, microbatch))
-            watch.forward_done()
-            loss.backward()
-        losses.append(loss.detach())
+    watch = Stopwatch(engine.device)
+    losses = run_lane(engine, plan, shares, watch)
 
     ran = time.perf_counter()
     verdict = engine.gradients.finish(losses, max(1, targets), engine.clip_norm)
@@ -94,25 +118,34 @@ def run_step(engine: Engine, plan: StepPlan, packs: Sequence[Pack], lr: float) -
         engine.optimizer.step(lr)
 
     done = time.perf_counter()
-    pairs = zip(order, watch.read(), strict=True)
-    measured = tuple(Measured(one.slot, one.seconds, seconds, one.bytes, count) for one, (seconds, count) in pairs)
-    return StepResult(verdict.loss_sum, targets, verdict.norm, not problem, problem, measured, done - begin, done - ran, watch.memory_bytes)
+    return StepResult(
+        verdict.loss_sum, targets, verdict.norm, not problem, problem, beside_predictions(engine, plan, shares, watch),
+        done - begin, watch.span(), done - ran, watch.memory_bytes,
+    )  # fmt: skip
 
 
-def in_slot_order(plan: StepPlan, packs: Sequence[Pack]) -> list[Microbatch]:
-    """The lane's microbatches in slot order. ValueError unless `packs` are theirs."""
-    if plan.layout.lanes != 1:
-        raise ValueError(f"the plan of step {plan.step} is for {plan.layout.lanes} lanes, but this engine runs one; make it with one process")
-    order = sorted(plan.microbatches, key=lambda one: one.slot)
-    sizes, expected = [len(pack.tokens) for pack in packs], [one.tokens for one in order]
-    if sizes != expected:
-        raise ValueError(f"step {plan.step}: packs of {sizes} tokens were handed over for microbatches of {expected}")
-    return order
+def prepare(engine: Engine, plan: StepPlan, packs: Sequence[Pack]) -> tuple[dict[int, Share], int]:
+    """Verify the plan, compare it across ranks, and count the targets of the global batch: known before any backward."""
+    shares: dict[int, Share] = {}
+    problem: Exception | None = None
+    try:
+        verify(plan)
+        check_layout(engine, plan)
+        shares = lane_shares(plan, packs, engine.coords.lane)
+    except Exception as error:  # raised by agree, so that the other ranks hear of it instead of waiting
+        problem = error
+    targets = agree(plan, sum(count_targets(pack) for pack in packs), problem, engine.pool, engine.device)
+    return shares, targets
 
 
-def count_targets(pack: Pack) -> int:
-    """Tokens of a pack whose loss counts."""
-    return int((pack.labels != IGNORE).sum())
+def beside_predictions(engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch) -> tuple[Measured, ...]:
+    """The lane's microbatches in slot order; with pipelines, the predicted seconds are those of this rank's stage."""
+    found, cost = [], CostModel(Basis.of(plan)) if plan.layout.pp > 1 else None
+    for slot, (seconds, count) in watch.read().items():
+        one = shares[slot].microbatch
+        predicted = one.seconds if cost is None else cost.stage_seconds(one)[engine.coords.pp]
+        found.append(Measured(slot, predicted, seconds, one.bytes, count))
+    return tuple(found)
 
 
 def describe_problem(loss_sum: float, targets: int) -> str:
@@ -120,14 +153,3 @@ def describe_problem(loss_sum: float, targets: int) -> str:
     if not targets:
         return "no document has a target"
     return f"the {'gradient' if abs(loss_sum) < float('inf') else 'loss'} is not finite"
-
-
-def to_device(pack: Pack, device: torch.device) -> PackedTokens:
-    """The pack as tensors. On a CPU they share the arrays' memory; to a GPU they go through pinned memory, without waiting."""
-
-    def move(name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(getattr(pack, name))
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-    names = ("tokens", "labels", "positions", "cu_seqlens", "document_ids", "real_lengths")
-    return PackedTokens(**{name: move(name) for name in names}, max_length=pack.max_length, cu_seqlens_list=pack.cu_seqlens_list)

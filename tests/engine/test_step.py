@@ -7,7 +7,8 @@ import torch
 from engine_helpers import CPU, LENGTHS, MODEL, RandomDocuments, engine, gradients, packs_of, plan_of, reference
 
 from megadcp.data.step_documents import IGNORE
-from megadcp.engine.step import in_slot_order, run_step, to_device
+from megadcp.engine.lane import lane_shares
+from megadcp.engine.step import run_step, to_device
 from megadcp.plan.step_plan import Recompute
 from megadcp.plan.verify import PlanError
 
@@ -133,7 +134,7 @@ def test_an_illegal_plan_is_refused_before_anything_runs():
 def test_packs_of_another_plan_are_refused():
     documents, plan = RandomDocuments(), plan_of(*PLANS["three microbatches"])
     with pytest.raises(ValueError, match=r"packs of \[16, 29, 30\]"):
-        in_slot_order(plan, packs_of(plan, documents)[::-1])
+        lane_shares(plan, packs_of(plan, documents)[::-1])
 
 
 def test_slots_rule_the_order_not_the_position_in_the_plan():

@@ -1,0 +1,126 @@
+"""One rank's part of a plan: the microbatches of its lane, run on its pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megadcp.data.batch import Pack
+from megadcp.engine.measure import Stopwatch
+from megadcp.engine.placement import Placement
+from megadcp.mesh.coords import Coords
+from megadcp.nn.backend import IGNORE, PackedTokens
+from megadcp.parallel.exchanges import Item, forwards, lane_programme, programmes
+from megadcp.parallel.pipeline import Stage, run_actions
+from megadcp.plan.actions import FORWARD, Action, slot_count, used_slots
+from megadcp.plan.basis import Basis
+from megadcp.plan.step_plan import Microbatch, StepPlan
+
+if TYPE_CHECKING:
+    from megadcp.engine.step import Engine
+
+
+@dataclass(frozen=True)
+class Share:
+    """A microbatch, and the rows of it that a lane has."""
+
+    microbatch: Microbatch
+    pack: Pack
+
+
+def lane_shares(plan: StepPlan, packs: Sequence[Pack], lane: int = 0) -> dict[int, Share]:
+    """Slot -> what the lane has there, in slot order. ValueError unless `packs` are the lane's."""
+    own = sorted((one for one in plan.microbatches if one.lane <= lane < one.lane + one.cp), key=lambda one: one.slot)
+    sizes, expected = [len(pack.tokens) for pack in packs], [one.tokens // one.cp for one in own]
+    if sizes != expected:
+        raise ValueError(f"step {plan.step}, lane {lane}: packs of {sizes} tokens were handed over for microbatches of {expected}")
+    return {one.slot: Share(one, pack) for one, pack in zip(own, packs, strict=True)}
+
+
+def check_layout(engine: Engine, plan: StepPlan) -> None:
+    """ValueError unless the plan is for the engine's ranks and for its part of the model."""
+    layout, mesh, part = plan.layout, engine.mesh, engine.part
+    if (layout.lanes, layout.tp, layout.pp) != (mesh.lanes, mesh.tp, mesh.pp):
+        raise ValueError(
+            f"the plan of step {plan.step} is for {layout.lanes} lanes of tp={layout.tp}, pp={layout.pp}, "
+            f"but this engine has {mesh.lanes} of tp={mesh.tp}, pp={mesh.pp}; make it for as many processes as run it"
+        )
+    if part is not None and (part.stages, part.chunks, len(part.layers)) != (layout.pp, layout.virtual_stages, plan.stage_layers[part.stage]):
+        raise ValueError(
+            f"the plan of step {plan.step} has stages of {plan.stage_layers} layers in {layout.virtual_stages} chunks, "
+            f"but stage {part.stage} of {part.stages} here holds {len(part.layers)} in {part.chunks}"
+        )
+
+
+def count_targets(pack: Pack) -> int:
+    """Tokens of a pack whose loss counts."""
+    return int((pack.labels != IGNORE).sum())
+
+
+def to_device(pack: Pack, device: torch.device) -> PackedTokens:
+    """The pack as tensors. On a CPU they share the arrays' memory; to a GPU they go through pinned memory, without waiting."""
+
+    def move(name: str) -> torch.Tensor:
+        tensor = torch.from_numpy(getattr(pack, name))
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+    names = ("tokens", "labels", "positions", "cu_seqlens", "document_ids", "real_lengths")
+    return PackedTokens(**{name: move(name) for name in names}, max_length=pack.max_length, cu_seqlens_list=pack.cu_seqlens_list)
+
+
+def stage_programme(plan: StepPlan, coords: Coords, slots: dict[int, Share], backward: bool = True) -> list[Item]:
+    """Actions and exchanges of one rank: the plan's dense list of its stage without the slots that its lane takes no part in."""
+    count = slot_count(Basis.of(plan), plan.microbatches)
+    dense = programmes(used_slots(plan.microbatches), count, plan.layout.pp, plan.layout.virtual_stages)[coords.pp]
+    own = lane_programme(dense, slots)
+    return own if backward else forwards(own)
+
+
+def run_lane(engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch, backward: bool = True) -> list[Tensor]:
+    """Forward and backward of all microbatches of this lane on this stage; their loss sums in slot order where the last stage is here."""
+    runner = _Runner(engine, plan, shares, watch)
+    programme = stage_programme(plan, engine.coords, shares, backward)
+    losses = run_actions(programme, Stage(runner.forward, runner.buffer, runner.around), engine.pipeline)
+    return [losses[slot] for slot in sorted(losses)]
+
+
+class _Runner:
+    """Runs actions of the programme with the placement and tokens of their microbatches, several of which are in flight."""
+
+    def __init__(self, engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch) -> None:
+        self.engine, self.shares, self.watch = engine, shares, watch
+        self.placements = {slot: Placement.of(plan.step, share.microbatch, engine.pool) for slot, share in shares.items()}
+        self.batches: dict[int, PackedTokens] = {}
+        self.chunks, self.hidden = plan.layout.virtual_stages, plan.model.hidden
+        self.ways = plan.layout.tp if plan.layout.sequence_parallel else 1  # over which a residual stream is cut
+
+    def forward(self, action: Action, x: Tensor | None) -> Tensor:
+        """One chunk of one microbatch."""
+        if action.slot not in self.batches:
+            self.batches[action.slot] = to_device(self.shares[action.slot].pack, self.engine.device)
+        batch, placement = self.batches[action.slot], self.placements[action.slot]
+        if action.chunk == self.chunks - 1:
+            del self.batches[action.slot]  # the graph holds what the backward needs of it
+        model, part = self.engine.model, self.engine.part
+        if part is None or part.stages == 1:
+            loss: Tensor = model(batch, placement)
+            return loss
+        out: Tensor = model.run(action.chunk, x, batch, placement)  # type: ignore[operator]
+        return out
+
+    def buffer(self, slot: int) -> Tensor:
+        """A new residual stream [t / cp, h] of the microbatch, cut over tp with sequence parallelism."""
+        rows = len(self.shares[slot].pack.tokens) // self.ways
+        like = next(self.engine.model.parameters())
+        return torch.empty(rows, self.hidden, dtype=like.dtype, device=self.engine.device)
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Measure an action."""
+        with self.watch.action(action.slot, action.kind == FORWARD):
+            yield
