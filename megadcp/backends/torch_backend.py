@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from megadcp.backends.torch_attention import cpu_attention, cuda_attention
 from megadcp.nn.backend import PackedTokens, Placement
 from megadcp.nn.loss import chunked_cross_entropy
 from megadcp.nn.norm import LayerNorm, RmsNorm
+from megadcp.parallel.context import Where, attention
 
 
 class Linear(nn.Module):
@@ -79,6 +80,9 @@ class TorchBackend:
         """Make q [t, H, d], k and v [t, G, d] -> [t, H, d]; the sizes are those of the tensors."""
 
         def core(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: Placement) -> Tensor:
+            where = cast(Where, placement)  # the model need not know of groups
+            if where.cp > 1:
+                return attention(q, k, v, batch, where)
             return cuda_attention(q, k, v, batch) if q.is_cuda else cpu_attention(q, k, v, batch)
 
         return core
