@@ -6,8 +6,7 @@ published GPT runs decay it); norms, biases and other vectors don't.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,80 +16,138 @@ from megadcp.config.check import UserError
 from megadcp.config.schema import OptimConfig
 from megadcp.nn.backend import Backend
 from megadcp.nn.gpt import decay_groups
+from megadcp.parallel.assemble import fill, whole_shapes, whole_tensors
 from megadcp.parallel.gradients import GradientBuffers
+from megadcp.parallel.replicas import Piece, pieces_of
+from megadcp.parallel.sharded_optimizer import ShardedParameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """One trainable parameter: its name, itself, and what the optimizer updates (itself, or its fp32 master)."""
-
-    name: str
-    parameter: nn.Parameter
-    master: nn.Parameter
+Groups = list[dict[str, Any]]
 
 
 class Optimizer:
-    """AdamW of a model. State is named by parameter, never by position: master.NAME, exp_avg.NAME, exp_avg_sq.NAME."""
+    """AdamW of a model. State is named by parameter, never by position: master.NAME, exp_avg.NAME, exp_avg_sq.NAME.
+
+    With several lanes each updates its slice of every bucket and gathers the others' (parallel/sharded_optimizer.py).
+    """
 
     def __init__(self, model: nn.Module, gradients: GradientBuffers, backend: Backend, config: OptimConfig, masters: Mapping[str, Tensor]) -> None:
-        """`masters` are the exact start values of narrow parameters, fp32; one that is missing starts from the parameter itself."""
+        """`masters` are the exact start values of narrow parameters, fp32; one that is missing starts from the parameter itself.
+
+        With several ranks they are those of this rank's tensors. With several lanes the parameters move into flat tensors here.
+        """
         self.gradients = gradients
-        self.pairs: list[_Pair] = []
-        for name, parameter in zip(gradients.names, gradients.parameters, strict=True):
-            master = parameter
-            if parameter.element_size() < 4:
-                start = masters[name] if name in masters else parameter.detach()
-                master = nn.Parameter(start.detach().to(torch.float32, copy=True))
-            self.pairs.append(_Pair(name, parameter, master))
-        self._narrow = [pair for pair in self.pairs if pair.master is not pair.parameter]
-        by_parameter = {id(pair.parameter): pair.master for pair in self.pairs}
-        groups = [
-            {**group, "params": [by_parameter[id(parameter)] for parameter in group["params"]]}  # type: ignore[attr-defined]
-            for group in decay_groups(model, config.weight_decay)
-        ]
-        self.inner = backend.optimizer([group for group in groups if group["params"]], config.lr, (config.beta1, config.beta2), config.eps)
+        self.sharded: ShardedParameters | None = None
+        groups: Groups = decay_groups(model, config.weight_decay)
+        if gradients.buckets is None:
+            self.masters = [_master(name, parameter, masters) for name, parameter in zip(gradients.names, gradients.parameters, strict=True)]
+            by_parameter = {id(parameter): master for parameter, master in zip(gradients.parameters, self.masters, strict=True)}
+            groups = [{**group, "params": [by_parameter[id(parameter)] for parameter in group["params"]]} for group in groups]
+        else:
+            self.sharded = ShardedParameters(gradients.buckets, gradients.names, masters)
+            self.sharded.attach(model)
+            self.masters = self.sharded.masters
+            groups = _slices(groups, self.sharded)
+        groups = [group for group in groups if group["params"]]
+        self.inner = backend.optimizer(groups, config.lr, (config.beta1, config.beta2), config.eps) if groups else None
+        self.updates = 0
+        """Updates done so far; skipped steps are not among them."""
 
     def step(self, lr: float) -> None:
-        """One update from the summed gradients; narrow parameters are rounded from their masters."""
-        for pair, gradient in zip(self.pairs, self.gradients.sums(), strict=True):
-            if pair.master is not pair.parameter:
-                pair.master.grad = gradient
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
-        if self._narrow:
+        """One update from the summed gradients; narrow parameters are rounded from their masters. All lanes call it."""
+        sums = self.gradients.sums() if self.sharded is None else self.gradients.slices()
+        for master, gradient in zip(self.masters, sums, strict=True):
+            if master.grad is not gradient:
+                master.grad = gradient
+        if self.inner is not None:  # a pipeline stage can be frozen altogether
+            for group in self.inner.param_groups:
+                group["lr"] = lr
+            self.inner.step()
+        self.updates += 1
+        if self.sharded is not None:
+            self.sharded.publish()
+            return
+        narrow = [(p, master) for p, master in zip(self.gradients.parameters, self.masters, strict=True) if master is not p]
+        if narrow:
             with torch.no_grad():
-                torch._foreach_copy_([pair.parameter for pair in self._narrow], [pair.master for pair in self._narrow])
+                torch._foreach_copy_([parameter for parameter, _ in narrow], [master for _, master in narrow])
 
-    @property
-    def updates(self) -> int:
-        """Updates done so far; skipped steps are not among them."""
-        for pair in self.pairs:
-            if pair.master in self.inner.state:
-                return int(self.inner.state[pair.master]["step"])
-        return 0
+    def wait(self) -> None:
+        """Wait for the parameters of the last update. Modules do so by themselves; who reads parameters in another way calls this first."""
+        if self.sharded is not None:
+            self.sharded.wait()
 
+    # ------------------------------------------------------------------------------------------------------------- state
     def tensors(self) -> dict[str, Tensor]:
-        """Everything to keep but `updates`: fp32 masters and both moments, by name. They are the live tensors, not copies."""
-        found = {f"master.{pair.name}": pair.master.detach() for pair in self._narrow}
-        for pair in self.pairs:
-            state: dict[str, Any] = self.inner.state.get(pair.master, {})
-            for moment in MOMENTS:
-                found[f"{moment}.{pair.name}"] = state[moment] if state else torch.zeros_like(pair.master, requires_grad=False)
+        """Everything to keep but `updates`: fp32 masters and both moments, by name.
+
+        On one rank the live tensors, not copies. With several ranks all of them call it: rank 0 gets whole tensors, the others nothing.
+        """
+        found: dict[str, Tensor] = {}
+        for kind, pieces in self._kinds().items():
+            found |= whole_tensors(pieces, self.gradients.pool, self.gradients.tied, kind)
+        return found
+
+    def shapes(self) -> dict[str, Tensor]:
+        """The names of `tensors`, on every rank, with meta tensors of their shapes and formats. All ranks call it."""
+        found: dict[str, Tensor] = {}
+        for kind, pieces in self._kinds().items():
+            found |= whole_shapes(pieces, self.gradients.pool, self.gradients.tied, kind)
         return found
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Take over what `tensors` gave, of a model with the same parameters."""
-        for pair in self._narrow:
-            pair.master.copy_(tensors[f"master.{pair.name}"])
+        """Take over what `tensors` gave, of the same model in any layout. Each rank reads what it needs of the whole tensors."""
         if updates < 0:
             raise UserError(f"the checkpoint says {updates} optimizer updates; expected 0 or more")
+        fill(self._narrow(), tensors, self.gradients.tied, "master.")
+        self.updates = updates
+        if self.inner is None:
+            return
+        moments = {moment: [torch.zeros_like(master, requires_grad=False) for master in self.masters] for moment in MOMENTS if updates}
+        for moment, values in moments.items():
+            fill(self._pieces(values), tensors, self.gradients.tied, f"{moment}.")
         places = {id(master): index for index, master in enumerate(p for group in self.inner.param_groups for p in group["params"])}
-        state = {}
-        for pair in self.pairs if updates else ():
-            moments = {moment: tensors[f"{moment}.{pair.name}"].to(pair.master.device, copy=True) for moment in MOMENTS}
-            state[places[id(pair.master)]] = {"step": torch.tensor(float(updates)), **moments}
+        state = {
+            places[id(master)]: {"step": torch.tensor(float(updates)), **{moment: values[index] for moment, values in moments.items()}}
+            for index, master in enumerate(self.masters if updates else ())
+        }
         self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
+
+    def _kinds(self) -> dict[str, list[Piece]]:
+        """Prefix -> what this rank holds of that kind of state."""
+        return {"master.": self._narrow()} | {f"{moment}.": self._pieces([self._moment(one, moment) for one in self.masters]) for moment in MOMENTS}
+
+    def _moment(self, master: nn.Parameter, moment: str) -> Tensor:
+        state: dict[str, Any] = self.inner.state.get(master, {}) if self.inner is not None else {}
+        found: Tensor = state[moment] if state else torch.zeros_like(master, requires_grad=False)
+        return found
+
+    def _pieces(self, values: Sequence[Tensor]) -> list[Piece]:
+        """Tensors laid out like the masters, by parameter."""
+        if self.sharded is not None:
+            return self.sharded.buckets.pieces(self.gradients.names, values)
+        return pieces_of(zip(self.gradients.names, self.gradients.parameters, strict=True), values)
+
+    def _narrow(self) -> list[Piece]:
+        return [piece for piece in self._pieces([master.detach() for master in self.masters]) if piece.parameter.element_size() < 4]
+
+
+def _master(name: str, parameter: nn.Parameter, masters: Mapping[str, Tensor]) -> nn.Parameter:
+    """What the optimizer updates: the parameter itself, or its fp32 master."""
+    if parameter.element_size() >= 4:
+        return parameter
+    start = masters[name] if name in masters else parameter.detach()
+    return nn.Parameter(start.detach().to(torch.float32, copy=True))
+
+
+def _slices(groups: Groups, sharded: ShardedParameters) -> Groups:
+    """The groups with this lane's slices in place of parameters. ValueError where a bucket would belong to several groups."""
+    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    chosen: list[list[nn.Parameter]] = [[] for _ in groups]
+    for bucket, master in zip(sharded.buckets.buckets, sharded.masters, strict=True):
+        numbers = {group_of[id(sharded.buckets.parameters[index])] for index in bucket.indices}
+        if len(numbers) > 1:
+            raise ValueError("parameters of one bucket belong to different optimizer groups")
+        chosen[numbers.pop()].append(master)
+    return [{**group, "params": params} for group, params in zip(groups, chosen, strict=True)]
