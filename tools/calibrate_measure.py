@@ -1,0 +1,348 @@
+"""What tools/calibrate.py measures on one rank: matrix products, attention, whole microbatches, steps, the optimizer.
+
+Legend: t tokens of a microbatch, l length of one document, h hidden, H query heads, G kv heads, d head dim, f inner width.
+Every sample is measured once per round, the rounds one after another, and its median counts: drift of the machine hits all samples alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megadcp.config.schema import Config
+from megadcp.data.batch import Pack, build_pack
+from megadcp.data.step_documents import IGNORE, StepDocuments
+from megadcp.engine.placement import Placement
+from megadcp.engine.step import run_step, to_device
+from megadcp.nn.backend import PackedTokens
+from megadcp.plan.planner import planner_for
+from megadcp.plan.step_plan import Microbatch, Recompute, StepPlan
+from megadcp.train.state import TrainState, model_dtype, new_state
+
+SHORTEST_SECONDS = 2e-3  # shorter work is repeated within one measurement
+LEVELS = ("selective", "mlp", "full")
+
+
+class Span(NamedTuple):
+    """What a piece of work took: seconds of the chosen clock, and of the wall's."""
+
+    seconds: float
+    wall: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    rounds: int = 9
+    sizes: int = 7  # of packs and documents, between the smallest and the largest
+    steps: int = 12  # held out
+
+
+QUICK = Effort(rounds=3, sizes=4, steps=3)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One microbatch: the lengths of its documents, how it was recomputed, and what forward and backward took."""
+
+    lengths: tuple[int, ...]
+    recompute: Recompute
+    seconds: float
+    wall: float
+
+
+@dataclass
+class Compute:
+    """Everything that is measured without other ranks. Pairs are (forward, backward) seconds by t, or by the lengths of a pack."""
+
+    linear: dict[int, tuple[float, float]] = field(default_factory=dict)
+    attention: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    fitted: list[Sample] = field(default_factory=list)
+    held_out: list[Sample] = field(default_factory=list)
+    recomputed: list[Sample] = field(default_factory=list)
+    optimizer_seconds: float = 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------- clocks
+class Clock:
+    """Seconds of work on a device.
+
+    On a CPU with one thread they are CPU seconds of this process: other programs on a shared machine don't count. On a GPU, and with several
+    threads, they are the wall's, after waiting for the device.
+    """
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.device = device
+        self.cpu = device.type == "cpu" and threads == 1
+
+    @property
+    def name(self) -> str:
+        """What its seconds are."""
+        return "CPU seconds of the process" if self.cpu else "wall clock"
+
+    def span(self, work: Callable[[], object]) -> Span:
+        """What one call takes."""
+        self.wait()
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        self.wait()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return Span(cpu if self.cpu else wall, wall)
+
+    def wait(self) -> None:
+        """Until the device has done all."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def medians(jobs: dict[Hashable, Callable[[], Sequence[float]]], rounds: int) -> dict[Hashable, tuple[float, ...]]:
+    """The median of each number that each job gives, over the rounds; one more round comes first and doesn't count."""
+    found: dict[Hashable, list[Sequence[float]]] = {key: [] for key in jobs}
+    for each in range(rounds + 1):
+        for key, job in jobs.items():
+            numbers = job()
+            if each:
+                found[key].append(numbers)
+    return {key: tuple(statistics.median(column) for column in zip(*rows, strict=True)) for key, rows in found.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------------------ sizes
+def geometric(least: int, most: int, count: int) -> list[int]:
+    """About `count` whole numbers from least to most, each the same factor above the one before."""
+    least = min(least, most)
+    return sorted({round(least * (most / least) ** (step / max(1, count - 1))) for step in range(count)})
+
+
+def mixed(total: int, scale: float, longest: int, random: np.random.Generator) -> tuple[int, ...]:
+    """Lengths of documents around `scale` tokens (exponential), at most `longest`, that sum to `total`."""
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, max(1, min(longest, round(random.exponential(scale))))))
+    return tuple(lengths)
+
+
+def packs_to_fit(tokens: int, longest: int, effort: Effort, seed: int) -> list[tuple[int, ...]]:
+    """Packs from small to `tokens`, of short, middling and long documents."""
+    random = np.random.default_rng(seed)
+    scales = [longest / 32, longest / 6, longest * 2]
+    return [mixed(total, max(2.0, scale), longest, random) for total in geometric(max(8, tokens // 64), tokens, effort.sizes) for scale in scales]
+
+
+def packs_to_test(tokens: int, longest: int, effort: Effort, seed: int) -> list[tuple[int, ...]]:
+    """Other packs, whose sizes and kinds of documents are drawn."""
+    random = np.random.default_rng([seed, 1])
+    drawn = []
+    for _ in range(3 * effort.sizes):
+        total = int(math.exp(random.uniform(math.log(max(8, tokens // 32)), math.log(tokens))))
+        drawn.append(mixed(total, longest * random.uniform(0.02, 1.0), longest, random))
+    return drawn
+
+
+# ----------------------------------------------------------------------------------------------------------------- microbatches
+class RandomDocuments:
+    """Random tokens by document id."""
+
+    def __init__(self, lengths: Sequence[int], vocab: int) -> None:
+        self.lengths, self.vocab = lengths, vocab
+
+    def read(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and next tokens of one document."""
+        tokens = np.random.default_rng(document).integers(0, self.vocab, self.lengths[document])
+        return tokens, np.append(tokens[1:], IGNORE)
+
+    def fill(self, ids: np.ndarray, starts: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Write documents `ids` into the arrays of a pack, each from its place on."""
+        for document, start in zip(ids.tolist(), starts.tolist(), strict=True):
+            place = slice(start, start + self.lengths[document])
+            tokens[place], labels[place] = self.read(document)
+
+
+def microbatch_of(lengths: Sequence[int], recompute: Recompute | None = None) -> Microbatch:
+    """All documents on one lane."""
+    return Microbatch(0, 0, 1, tuple(range(len(lengths))), tuple(lengths), recompute or Recompute())
+
+
+def pack_of(lengths: Sequence[int], one: Microbatch, vocab: int) -> Pack:
+    """The tokens of one microbatch of a step with these lengths."""
+    documents = StepDocuments(0, np.arange(len(lengths)), np.array(lengths), 0.0)
+    return build_pack(RandomDocuments(lengths, vocab), documents, one)
+
+
+class Bench:
+    """The real model with its gradients and optimizer on one device."""
+
+    def __init__(self, config: Config, device: torch.device, clock: Clock) -> None:
+        self.config, self.device, self.clock = config, device, clock
+        self.state: TrainState = new_state(config, device)
+
+    def microbatch(self, pack: Pack, placement: Placement) -> Span:
+        """Forward and backward of one microbatch, as the engine runs it."""
+
+        def run() -> None:
+            batch = to_device(pack, self.device)
+            self.state.model(batch, placement).backward()
+
+        return self.clock.span(run)
+
+    def samples(self, packs: Sequence[tuple[int, ...]], recompute: Sequence[Recompute], rounds: int) -> list[Sample]:
+        """Every pack at its recompute value."""
+        jobs: dict[Hashable, Callable[[], Sequence[float]]] = {}
+        for number, (lengths, value) in enumerate(zip(packs, recompute, strict=True)):
+            one = microbatch_of(lengths, value)
+            pack, placement = pack_of(lengths, one, self.config.model.vocab), Placement.of(0, one)
+            jobs[number] = lambda pack=pack, placement=placement: self._zeroed(pack, placement)  # type: ignore[misc]
+        found = medians(jobs, rounds)
+        return [Sample(tuple(packs[number]), recompute[number], *found[number]) for number in range(len(packs))]
+
+    def _zeroed(self, pack: Pack, placement: Placement) -> Span:
+        self.state.gradients.zero()
+        return self.microbatch(pack, placement)
+
+    def optimizer_seconds(self, rounds: int) -> float:
+        """Seconds of one AdamW step over all parameters."""
+        for gradient in self.state.gradients.sums():
+            gradient.fill_(1e-3)
+        return medians({0: lambda: self.clock.span(lambda: self.state.optimizer.step(1e-6))}, rounds)[0][0]
+
+    def steps(self, plans: Sequence[StepPlan], rounds: int) -> list[Span]:
+        """Forward and backward of all microbatches of each plan: by the clock one by one, and by the engine's own wall clock in `run_step`."""
+        jobs: dict[Hashable, Callable[[], Sequence[float]]] = {}
+        for number, plan in enumerate(plans):
+            order = sorted(plan.microbatches, key=lambda one: one.slot)
+            packs = [pack_of(plan.lengths, one, self.config.model.vocab) for one in order]
+            placements = [Placement.of(plan.step, one) for one in order]
+            jobs[number] = lambda plan=plan, packs=packs, placements=placements: self._step(plan, packs, placements)  # type: ignore[misc]
+        found = medians(jobs, rounds)
+        return [Span(*found[number]) for number in range(len(plans))]
+
+    def _step(self, plan: StepPlan, packs: list[Pack], placements: list[Placement]) -> Span:
+        self.state.gradients.zero()
+        seconds = sum(self.microbatch(pack, placement).seconds for pack, placement in zip(packs, placements, strict=True))
+        return Span(seconds, run_step(self.state.engine, plan, packs, 0.0).measured_seconds)
+
+
+# ------------------------------------------------------------------------------------------------------------------- one kernel
+def both_ways(clock: Clock, forward: Callable[[], Tensor]) -> tuple[float, float]:
+    """Seconds of forward and backward of a function of tensors that need gradients, repeated until there is something to measure."""
+    spent = [0.0, 0.0]
+    times = 0
+    while times == 0 or (sum(spent) < SHORTEST_SECONDS and times < 1000):
+        made: list[Tensor] = []
+        spent[0] += clock.span(lambda made=made: made.append(forward())).seconds  # type: ignore[misc]
+        out = made[0]
+        slope = torch.ones_like(out)
+        spent[1] += clock.span(lambda out=out, slope=slope: out.backward(slope)).seconds  # type: ignore[misc]
+        times += 1
+    return spent[0] / times, spent[1] / times
+
+
+def linear_jobs(config: Config, device: torch.device, clock: Clock, sizes: Sequence[int]) -> dict[Hashable, Callable[[], Sequence[float]]]:
+    """The four matrix products of a layer one after the other, for t tokens each."""
+    model, dtype = config.model, model_dtype(config)
+    h, wide = model.hidden, (2 if model.gated else 1) * model.ffn
+    query, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    shapes = [(query + 2 * keys, h), (h, query), (wide, h), (h, model.ffn)]
+    weights = [torch.randn(shape, dtype=dtype, device=device).mul_(0.02).requires_grad_() for shape in shapes]
+
+    def job(tokens: int) -> Callable[[], Sequence[float]]:
+        inputs = [torch.randn(tokens, width, dtype=dtype, device=device, requires_grad=True) for _, width in shapes]
+
+        def measure() -> Sequence[float]:
+            for one in [*weights, *inputs]:
+                one.grad = None
+            pairs = [
+                both_ways(clock, lambda x=x, w=w: torch.nn.functional.linear(x, w))  # type: ignore[misc]
+                for x, w in zip(inputs, weights, strict=True)
+            ]
+            return [sum(pair[way] for pair in pairs) for way in (0, 1)]
+
+        return measure
+
+    return {tokens: job(tokens) for tokens in sizes}
+
+
+def attention_jobs(bench: Bench, packs: Sequence[tuple[int, ...]]) -> dict[Hashable, Callable[[], Sequence[float]]]:
+    """Core attention of one layer, as the backend does it, over documents of these lengths."""
+    model, device, dtype = bench.config.model, bench.device, model_dtype(bench.config)
+    core = bench.state.model.layers["0"].attention.core  # type: ignore[union-attr]
+
+    def job(lengths: tuple[int, ...]) -> Callable[[], Sequence[float]]:
+        one = microbatch_of(lengths)
+        batch: PackedTokens = to_device(pack_of(lengths, one, model.vocab), device)
+        tensors = [
+            torch.randn(sum(lengths), heads, model.head_dim, dtype=dtype, device=device, requires_grad=True)
+            for heads in (model.heads, model.kv_heads, model.kv_heads)
+        ]
+
+        def measure() -> Sequence[float]:
+            for tensor in tensors:
+                tensor.grad = None
+            return both_ways(bench.clock, lambda: core(*tensors, batch, Placement.of(0, one)))  # type: ignore[operator]
+
+        return measure
+
+    return {lengths: job(lengths) for lengths in packs}
+
+
+def near(length: int, tokens: int) -> tuple[int, ...]:
+    """Documents of about `length` tokens, no two neighbours alike (equal ones would be one kernel call), about `tokens` in all."""
+    count = max(1, min(64, tokens // length))
+    return tuple(max(1, length + (number % 2) * (1 if length < 8 else -1)) for number in range(count))
+
+
+def measure_compute(config: Config, device: torch.device, tokens: int, effort: Effort, seed: int) -> Compute:
+    """All of it on this rank, microbatches of up to `tokens`."""
+    clock, longest = Clock(device, torch.get_num_threads()), min(config.data.max_length, tokens)
+    bench, found = Bench(config, device, clock), Compute()
+    linear = medians(linear_jobs(config, device, clock, geometric(4, tokens, effort.sizes + 2)), effort.rounds)
+    found.linear = {int(key): (pair[0], pair[1]) for key, pair in linear.items()}  # type: ignore[call-overload]
+    packs = [near(length, min(tokens, 4 * longest)) for length in geometric(8, longest, effort.sizes + 1)]
+    attention = medians(attention_jobs(bench, packs), effort.rounds)
+    found.attention = {key: (pair[0], pair[1]) for key, pair in attention.items()}  # type: ignore[misc]
+    plain = Recompute()
+    fitting, testing = packs_to_fit(tokens, longest, effort, seed), packs_to_test(tokens, longest, effort, seed)
+    samples = bench.samples([*fitting, *testing], [plain] * (len(fitting) + len(testing)), effort.rounds)
+    found.fitted, found.held_out = samples[: len(fitting)], samples[len(fitting) :]
+    again = [(pack, Recompute(level, config.model.layers)) for level in LEVELS for pack in testing[: effort.sizes]]
+    found.recomputed = bench.samples([pack for pack, _ in again], [value for _, value in again], effort.rounds)
+    found.optimizer_seconds = bench.optimizer_seconds(effort.rounds)
+    return found
+
+
+def measure_steps(config: Config, device: torch.device, tokens: int, effort: Effort, seed: int) -> list[tuple[float, Span]]:
+    """(predicted seconds, what it took) of whole steps: planned by the real planner with the config's profile, run by the real engine."""
+    random = np.random.default_rng([seed, 2])
+    longest = min(config.data.max_length, tokens)
+    planner = planner_for(replace(config, plan=replace(config.plan, pack_tokens=tokens)))
+    plans = []
+    for step in range(effort.steps):
+        total = int(tokens * random.uniform(0.5, 2.5))
+        plans.append(planner(step, list(mixed(total, longest * random.uniform(0.05, 1.0), longest, random))))
+    bench = Bench(config, device, Clock(device, torch.get_num_threads()))
+    spans = bench.steps(plans, max(3, effort.rounds // 2))
+    return [(plan.predicted.seconds, span) for plan, span in zip(plans, spans, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- device
+def device_bytes(device: torch.device, ranks: int) -> float:
+    """Memory of a GPU; on a CPU this rank's share of what the machine, or the container, has."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):  # no such limit
+            continue
+    return total / ranks
