@@ -17,6 +17,9 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 THOUSAND = 1000  # lane speeds as integers
+BITS = 24  # for the number of a cell or slot beside its room
+MASK = (1 << BITS) - 1
+NEVER = 1 << 62
 
 
 @dataclass
@@ -65,9 +68,10 @@ class Filling:
         self.groups = [cp for cp in sorted(sizes) if cp >= base]
         self.low, self.high = [0] * len(rooms), [self.lanes] * len(rooms)  # free lanes: groups are taken from below, usual ones from above
         self.cells: list[Cell] = []
-        self.open: dict[int, list[tuple[int, int]]] = {cp: [] for cp in self.groups}  # (room, cell), ascending
-        slots = sorted((room, slot) for slot, room in enumerate(rooms))
-        self.free = {cp: list(slots) for cp in self.groups}  # slots with lanes for a group: (room, slot), ascending
+        # Of each group size, ascending, rooms and whose they are in one integer: cells that are there, and slots with lanes for a group.
+        self.open: dict[int, list[int]] = {cp: [] for cp in self.groups}
+        slots = sorted([(room << BITS) + slot for slot, room in enumerate(rooms) if room >= 0])
+        self.free = {cp: list(slots) for cp in self.groups}
         self.homeless: list[int] = []
         self.placed = [False] * coarse
         for block in blocks:
@@ -83,63 +87,61 @@ class Filling:
 
     def _open(self, cell: Cell) -> None:
         self.cells.append(cell)
-        insort(self.open[cell.cp], (cell.room, len(self.cells) - 1))
+        if cell.room >= 0:
+            insort(self.open[cell.cp], (cell.room << BITS) + len(self.cells) - 1)
 
     # ------------------------------------------------------------------------------------------------------ one by one
     def place_coarse(self, patience: int = 0) -> bool:
         """The longest documents, each on the least group that has room for it; False when more than `patience` of them found none."""
+        groups = [(cp, self.sizes[cp], self.sizes[cp].seconds, self.open[cp], self.free[cp]) for cp in self.groups]
         for document in range(self.coarse):
-            if not self.placed[document] and not any(self._place(document, cp) for cp in self.groups):
+            if self.placed[document]:
+                continue
+            for cp, size, seconds, open_, free in groups:
+                if self._place(document, cp, size, seconds[document], open_, free):
+                    break
+            else:
                 self.homeless.append(document)
                 if len(self.homeless) > patience:
                     return False
         return True
 
-    def _place(self, document: int, cp: int) -> bool:
+    def _place(self, document: int, cp: int, size: Sizes, need: int, open_: list[int], free: list[int]) -> bool:
         """Best fit: the smallest room that holds it, of microbatches that are there or of free lanes."""
-        size = self.sizes[cp]
-        need, tokens = size.seconds[document], size.padded[document]
+        tokens = size.padded[document]
         if tokens > size.alone:
             return False
-        open_ = self.open[cp]
-        at = bisect_left(open_, (need, -1))
-        while at < len(open_) and self.cells[open_[at][1]].tokens + tokens > size.cap:
+        key = need << BITS
+        cells, cap = self.cells, size.cap
+        at, there = bisect_left(open_, key), len(open_)
+        while at < there and cells[open_[at] & MASK].tokens + tokens > cap and cells[open_[at] & MASK].documents:
             at += 1
-        found = open_[at][0] if at < len(open_) else None
-        fresh = self._free(need, cp, found)
-        if fresh is not None:
-            slot, lane, room = fresh
-            self._take(slot, lane, cp)
-            self._open(Cell(slot, lane, cp, room - need, [document], tokens))
-            return True
-        if found is None:
-            return False
-        room, number = open_.pop(at)
-        cell = self.cells[number]
-        cell.documents.append(document)
-        cell.tokens += tokens
-        cell.room = room - need
-        insort(open_, (room - need, number))
-        return True
-
-    def _free(self, need: int, cp: int, below: int | None) -> tuple[int, int, int] | None:
-        """(slot, lane, room) of free lanes with the smallest room that holds `need`, if smaller than `below`."""
-        free = self.free[cp]
-        at = bisect_left(free, (need, -1))
-        while at < len(free):
-            room, slot = free[at]
-            if below is not None and room >= below:
-                return None
+        below = open_[at] >> BITS if at < there else NEVER
+        place = bisect_left(free, key)
+        while place < len(free):
+            room, slot = free[place] >> BITS, free[place] & MASK
+            if room >= below:
+                break
             lane = self._lane(slot, cp)
             if lane is None:
-                del free[at]  # lanes are never given back
+                del free[place]  # lanes are never given back
                 continue
             if not self.even:
                 room = room * min(self.speeds[lane : lane + cp]) // THOUSAND
             if room >= need:
-                return slot, lane, room
-            at += 1
-        return None
+                self._take(slot, lane, cp)
+                self._open(Cell(slot, lane, cp, room - need, [document], tokens))
+                return True
+            place += 1
+        if at >= there:
+            return False
+        number = open_.pop(at) & MASK
+        cell = cells[number]
+        cell.documents.append(document)
+        cell.tokens += tokens
+        cell.room -= need
+        insort(open_, (cell.room << BITS) + number)
+        return True
 
     def _lane(self, slot: int, cp: int) -> int | None:
         low = -(-self.low[slot] // cp) * cp
@@ -169,6 +171,12 @@ class Filling:
     def fullest(self) -> list[int]:
         """Nanoseconds of content of each slot's fullest cell, at the mean lane's speed; what was poured is counted as evenly spread."""
         most = [0] * len(self.rooms)
+        if self.even:
+            least = list(self.rooms)
+            for cell in self.cells:
+                if cell.room < least[cell.slot] and cell.documents:
+                    least[cell.slot] = cell.room
+            return [room - left for room, left in zip(self.rooms, least, strict=True)]
         for cell in self.cells:
             if cell.documents:
                 speed = min(self.speeds[cell.lane : cell.lane + cell.cp])

@@ -30,7 +30,6 @@ class InFlight:
         self.sizes = len({cp for cp in cells.cp.tolist() if cp > 1})
         self.budgets = np.array([memory.budget(stage, self.sizes) for stage in range(costs.stages)])
         self.plain = memory.token_bytes["none"]
-        self.owner = cells.owner(costs.lanes)
         loss = np.minimum(self.local, costs.basis.profile.loss_chunk) * (costs.basis.model.vocab * 6 / costs.basis.layout.tp)
         self.loss = np.zeros((costs.stages, len(self.local)))
         self.loss[-1] = loss
@@ -38,7 +37,20 @@ class InFlight:
     def on_lanes(self, values: Floats) -> Floats:
         """[p, n] -> [S, p, R], 0 where a lane has nothing."""
         padded = np.concatenate([values, np.zeros((values.shape[0], 1))], axis=1)
-        return padded[:, self.owner].transpose(1, 0, 2)
+        return padded[:, self.cells.owner(self.costs.lanes)].transpose(1, 0, 2)
+
+    def surely_fits(self) -> bool:
+        """Whether even a lane with the largest microbatch of every slot fits without recompute (1F1B: p - s consecutive slots)."""
+        costs = self.costs
+        most = np.zeros(self.cells.slots)
+        np.maximum.at(most, self.cells.slot, self.local)
+        sums = np.cumsum(np.concatenate([np.zeros(1), most]))
+        for stage in range(costs.stages):
+            wide = min(costs.stages - stage, len(most))
+            held = float((sums[wide:] - sums[:-wide]).max()) if costs.chunks == 1 else float(most.max()) * costs.held[stage]
+            if held * self.plain * float(costs.layers[stage]) * SLACK + float(self.loss[stage].max()) > self.budgets[stage]:
+                return False
+        return True
 
     def fits(self, levels: Sequence[str], layers: Sequence[int]) -> bool:
         """Whether every stage of every lane holds what is in flight."""
@@ -77,9 +89,10 @@ class InFlight:
                     open_[slot] -= 1
                     if not open_[slot]:
                         del open_[slot]
+        owner = self.cells.owner(costs.lanes)
         result = np.ones((costs.stages, len(self.local) + 1))
         for stage in range(costs.stages):
-            np.minimum.at(result[stage], self.owner, share[:, stage])
+            np.minimum.at(result[stage], owner, share[:, stage])
         return result[:, :-1]
 
 
@@ -92,7 +105,7 @@ def choose_recompute(costs: PipelineCosts, cells: Cells, priced: Priced) -> list
     if not costs.limits.free:
         choice = costs.limits.choices[0]
         return [choice] * count if flight.fits([choice.level] * count, [choice.layers] * count) else None
-    if flight.fits(["none"] * count, [0] * count):
+    if flight.surely_fits() or flight.fits(["none"] * count, [0] * count):
         return [Recompute()] * count
     for room in ROOMS:
         for with_full in (False, True):

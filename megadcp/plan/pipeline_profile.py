@@ -10,19 +10,114 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megadcp.plan.columns import makespans
 from megadcp.plan.cost import FORWARD_SHARE
-
-Floats = npt.NDArray[np.float64]
+from megadcp.plan.pipeline_costs import Floats
+from megadcp.plan.pipeline_reshape import Slots, reshape
 
 ENOUGH = 2.5  # sum of shares after which a sequence need not be known
+FIRSTS = (0.6, 1.3)  # content of the first slot, in empty microbatches
+LASTS = (1.5, 2.8, 5.0, 9.0, 15.0)
+HIGH_LASTS = (25.0, 40.0, 65.0, 100.0)  # of slots that shrink from a high peak
+LEAST_SUM, MOST_SUM = 0.93, 1.2  # of shares before they are scaled to 1
+REFINEMENTS = 8  # of profiles that have no closed form
 
 
+@dataclass(frozen=True)
+class Lane:
+    """An average lane: F_s and W_s in seconds, chunks of a stage; a profile has at most `most` slots of at most `cap` of the content."""
+
+    fixed: tuple[float, ...]
+    work: tuple[float, ...]
+    chunks: int
+    most: int
+    cap: float = math.inf
+
+    @property
+    def busiest(self) -> int:
+        """The stage with the most work."""
+        return max(range(len(self.work)), key=lambda stage: (round(self.work[stage] * 1e9), stage))
+
+    @property
+    def unit(self) -> float:
+        """An empty microbatch's time as a share of the content."""
+        return self.fixed[0] / self.work[0]
+
+
+class Tall(NamedTuple):
+    """Slots that single documents need: shares, largest first, and what a second of theirs on the busiest stage takes on each stage."""
+
+    heights: tuple[float, ...] = ()
+    ratio: tuple[float, ...] = ()
+
+    @property
+    def middle(self) -> list[float]:
+        """The heights in the order in which they stand: the largest in the middle."""
+        return [*reversed(self.heights[1::2]), *self.heights[0::2]]
+
+
+class Column(NamedTuple):
+    """A profile; its slots `start` .. `start` + number of heights - 1 are the tall ones."""
+
+    shares: list[float]
+    start: int = 0
+
+
+NONE = Tall()
+
+
+def target(lane: Lane, tall: Tall = NONE) -> Floats | None:
+    """Shares [S] of the slots of the best profile found; None when there is none."""
+    if lane.chunks > 1:
+        columns = _grouped(lane, tall)
+    else:
+        columns = _peaks(lane, tall) if tall.heights else _tents(lane)
+    if not columns:
+        return None
+    best = _best(columns, lane, tall)
+    if lane.chunks == 1 and lane.busiest == len(lane.work) - 1 and not tall.heights:
+        return np.array(best.shares)
+    busiest = lane.work[lane.busiest]
+    shares = np.array(best.shares)
+    least = np.zeros(len(shares))
+    least[best.start : best.start + len(tall.heights)] = tall.middle
+    slots = Slots(np.array(lane.fixed), shares * busiest, _ratios(best, lane, tall), least * busiest, np.maximum(lane.cap, shares) * busiest)
+    content, _ = reshape(slots, REFINEMENTS, lane.chunks)
+    refined: Floats = content / busiest
+    return refined
+
+
+def _ratios(column: Column, lane: Lane, tall: Tall) -> Floats:
+    """What a second of each slot's content on the busiest stage takes on each stage: [S, p]."""
+    ratios = np.repeat((np.array(lane.work) / lane.work[lane.busiest])[None, :], len(column.shares), axis=0)
+    if tall.heights:
+        ratios[column.start : column.start + len(tall.heights)] = tall.ratio
+    return ratios
+
+
+def _best(columns: Sequence[Column], lane: Lane, tall: Tall) -> Column:
+    """The column with the least makespan of one lane that holds just these shares."""
+    stages, slots = len(lane.fixed), max(len(column.shares) for column in columns)
+    if lane.chunks > 1:
+        slots = -(-slots // stages) * stages
+    present = np.zeros((slots, len(columns)), bool)
+    seconds = np.zeros((slots, stages, len(columns)))
+    for number, column in enumerate(columns):
+        count = len(column.shares)
+        present[:count, number] = True
+        content = np.array(column.shares)[:, None] * lane.work[lane.busiest]
+        seconds[:count, :, number] = np.array(lane.fixed) + content * _ratios(column, lane, tall)
+    ends = np.rint(makespans(seconds, present, lane.chunks) * 1e9).astype(np.int64).tolist()
+    return columns[min(range(len(columns)), key=lambda number: (ends[number], len(columns[number].shares), number))]
+
+
+# ------------------------------------------------------------------------------------------------------------------ 1F1B
 def growth(fixed: Sequence[float], work: Sequence[float], first: float, slots: int, share: float, busy: int) -> list[float]:
     """Shares of slots that grow from `first` as fast as stage `busy` never waits for a forward (1F1B order), not falling.
 
@@ -62,63 +157,38 @@ def growth(fixed: Sequence[float], work: Sequence[float], first: float, slots: i
     return shares + shares[-1:] * (slots - len(shares))
 
 
-Profiles = list[tuple[float, Floats]]  # (fluid makespan, shares [S]), best first
+def _slopes(lane: Lane, lasts: Sequence[float] = LASTS) -> tuple[list[list[float]], list[list[float]]]:
+    """Growth sequences from the front and from the back, none of them falling."""
+    fixed, work, most, unit, last = lane.fixed, lane.work, lane.most, lane.unit, len(lane.work) - 1
+    ups = [growth(fixed, work, first * unit, most, FORWARD_SHARE, last) for first in FIRSTS]
+    downs = [growth(fixed, work, one * unit, most, 1 - FORWARD_SHARE, last) for one in lasts]
+    if lane.busiest != last:
+        downs += [growth(fixed, work, one * unit, most, 1 - FORWARD_SHARE, lane.busiest) for one in (*lasts, 20.0, 30.0)]
+        ups += [_constant(first * unit, 1.4, most) for first in FIRSTS]
+        downs += [_constant(one * unit, 1.05, most) for one in (9.0, 20.0)]
+    return ups, downs
 
 
-def targets(fixed: Sequence[float], work: Sequence[float], cap: float, chunks: int, most: int, heights: Sequence[float] = ()) -> Profiles:
-    """Profiles to try. cap: largest share of a slot; most: largest S; heights: shares that slots at the peak must have, largest first."""
-    if chunks > 1:
-        columns = _grouped(fixed, work, cap, most) if not heights else _grouped_peak(fixed, work, heights, most)
-    else:
-        columns = _tents(fixed, work, cap, most) if not heights else _peaks(fixed, work, heights, most)
-    return _scored(columns, fixed, work, chunks)
+def _constant(first: float, factor: float, most: int) -> list[float]:
+    """Shares a constant factor apart, up to all there is. Products, not powers, which libraries round differently."""
+    shares = [min(first, ENOUGH)]
+    while len(shares) < most:
+        shares.append(min(shares[-1] * factor, ENOUGH))
+    return shares
 
 
-def _scored(columns: Sequence[Sequence[float]], fixed: Sequence[float], work: Sequence[float], chunks: int) -> Profiles:
-    """The columns with the makespan of one lane that holds just these shares."""
-    if not columns:
-        return []
-    stages, slots = len(fixed), max(map(len, columns))
-    if chunks > 1:
-        slots = -(-slots // stages) * stages
-    shares = np.zeros((slots, len(columns)))
-    for number, column in enumerate(columns):
-        shares[: len(column), number] = column
-    seconds = np.array(fixed)[:, None] + np.array(work)[:, None] * shares[:, None, :]
-    ends = makespans(seconds, shares > 0, chunks).tolist()
-    order = sorted(range(len(columns)), key=lambda number: (round(ends[number] * 1e9), len(columns[number]), number))
-    return [(ends[number], np.array(columns[number])) for number in order]
-
-
-FIRSTS = (0.5, 1.0, 2.0)  # content of the first slot, in empty microbatches
-LASTS = (1.5, 2.5, 4.0, 6.0, 9.0, 14.0)
-HIGH_LASTS = (20.0, 30.0, 45.0, 70.0, 100.0)
-LEAST_SUM, MOST_SUM = 0.93, 1.2  # of shares before they are scaled to 1
-
-
-def _tents(fixed: Sequence[float], work: Sequence[float], cap: float, most: int) -> list[list[float]]:
-    """Growth from the front, from the back, and a cap, cut where the content is used up."""
-    ups, downs = _slopes(fixed, work, most)
+def _tents(lane: Lane) -> list[Column]:
+    """Growth from the front, from the back, and the cap, cut where the content is used up."""
+    ups, downs = _slopes(lane)
     columns = []
     for up in ups:
         for down in downs:
-            up_, down_ = [min(one, cap) for one in up], [min(one, cap) for one in down]
-            for count in _counts(up_, down_, most):
+            up_, down_ = [min(one, lane.cap) for one in up], [min(one, lane.cap) for one in down]
+            for count in _counts(up_, down_, lane.most):
                 shape = [min(one, other) for one, other in zip(up_[:count], reversed(down_[:count]), strict=True)]
                 sum_ = math.fsum(shape)
-                columns.append([share / sum_ for share in shape])
+                columns.append(Column([share / sum_ for share in shape]))
     return columns
-
-
-def _slopes(fixed: Sequence[float], work: Sequence[float], most: int, lasts: Sequence[float] = LASTS) -> tuple[list[list[float]], list[list[float]]]:
-    """Growth sequences from the front and from the back, none of them falling."""
-    unit, last = fixed[0] / work[0], len(work) - 1
-    busiest = max(range(len(work)), key=lambda stage: (round(work[stage] * 1e9), stage))
-    ups = [growth(fixed, work, first * unit, most, FORWARD_SHARE, last) for first in FIRSTS]
-    downs = [growth(fixed, work, one * unit, most, 1 - FORWARD_SHARE, last) for one in lasts]
-    if busiest != last:
-        downs += [growth(fixed, work, one * unit, most, 1 - FORWARD_SHARE, busiest) for one in (*lasts, 20.0, 30.0)]
-    return ups, downs
 
 
 def _counts(up: Sequence[float], down: Sequence[float], most: int) -> list[int]:
@@ -140,33 +210,32 @@ def _counts(up: Sequence[float], down: Sequence[float], most: int) -> list[int]:
     return found
 
 
-def _peaks(fixed: Sequence[float], work: Sequence[float], heights: Sequence[float], most: int) -> list[list[float]]:
-    """Slots of these heights at the peak, and on both sides slopes that hold what is left."""
-    unit, top = fixed[0] / work[0], heights[0]
-    middle = [*reversed(heights[1::2]), *heights[0::2]]
-    left = max(0.02, 1 - math.fsum(heights))
-    ups, downs = _slopes(fixed, work, most, (*LASTS, *HIGH_LASTS))
-    rising = [[one for one in up if one < top / 1.1] for up in ups]
-    columns = []
+def _peaks(lane: Lane, tall: Tall) -> list[Column]:
+    """The tall slots at the peak, and on both sides slopes that hold what is left."""
+    top, middle = tall.heights[0], tall.middle
+    left = max(0.02, 1 - math.fsum(tall.heights))
+    ups, downs = _slopes(lane, (*LASTS, *HIGH_LASTS))
+    fronts = [[one for one in up if one < top / 1.1] for up in ups]
     for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0):  # of what is left, in front of the peak: geometric, so that it adds up
-        rising.append(_geometric(top, part * left, unit))
-    for front in rising:
+        fronts.append(_geometric(top, part * left, lane.unit))
+    columns = []
+    for front in fronts:
         rest = left - math.fsum(front)
         if rest < -0.1 * left:
             continue
-        backs = [_geometric(top, max(0.0, rest), unit)]
+        backs = [_geometric(top, max(0.0, rest), lane.unit)[::-1]]
         for down in downs:
             back, so_far = [], 0.0
-            while so_far < rest and len(back) < most:
+            while so_far < rest and len(back) < lane.most:
                 back.append(min(down[len(back)], top))
                 so_far += back[-1]
             backs.append(back[::-1])
         for back in backs:
             sum_ = math.fsum(front) + math.fsum(back)
-            if front + back and LEAST_SUM * left <= sum_ <= MOST_SUM * left and len(front) + len(back) + len(heights) <= most:
+            if front + back and LEAST_SUM * left <= sum_ <= MOST_SUM * left and len(front) + len(back) + len(middle) <= lane.most:
                 scale = left / sum_
-                columns.append([*[one * scale for one in front], *middle, *[one * scale for one in back]])
-    return columns or [middle]
+                columns.append(Column([*[one * scale for one in front], *middle, *[one * scale for one in back]], len(front)))
+    return columns or [Column(middle)]
 
 
 def _geometric(top: float, total: float, unit: float) -> list[float]:
@@ -182,30 +251,26 @@ def _geometric(top: float, total: float, unit: float) -> list[float]:
     return shares[::-1]
 
 
-def _grouped(fixed: Sequence[float], work: Sequence[float], cap: float, most: int) -> list[list[float]]:
-    """The same for interleaved lists, whose slots go in groups of p: equal in a group, groups grow and shrink by constant factors."""
-    stages = len(fixed)
-    unit = fixed[0] / work[0]
+# ----------------------------------------------------------------------------------------------------------- interleaved
+def _grouped(lane: Lane, tall: Tall) -> list[Column]:
+    """Slots go in groups of p: equal in a group, groups grow and shrink by constant factors; the tall ones are put in at the peak."""
+    stages, unit = len(lane.fixed), lane.unit
+    left = max(0.02, 1 - math.fsum(tall.heights))
     columns = []
-    for groups in range(1, most // stages + 1):
-        for start in (2.0, 4.5, 9.0, 20.0):
-            for rise in (2.0, 4.0, 7.0):
-                for end in (2.0, 4.0, 8.0, 16.0):
-                    for fall in (1.0, 1.3, 1.7, 2.4):
-                        shape = [min(start * unit * rise**place, end * unit * fall ** (groups - 1 - place), cap) for place in range(groups)]
-                        sum_ = stages * math.fsum(shape)
-                        if 0.7 < sum_ < 1.4:
-                            columns.append([share / sum_ for share in shape for _ in range(stages)])
-    return columns
-
-
-def _grouped_peak(fixed: Sequence[float], work: Sequence[float], heights: Sequence[float], most: int) -> list[list[float]]:
-    """Interleaved, with slots of these heights: put in at the peak of what is left."""
-    left = max(0.02, 1 - math.fsum(heights))
-    middle = [*reversed(heights[1::2]), *heights[0::2]]
-    columns = []
-    for _, shares in _scored(_grouped(fixed, [value * left for value in work], 10.0, most), fixed, [value * left for value in work], 2)[:4]:
-        rest = [share * left for share in shares.tolist()]
-        peak = max(range(len(rest)), key=lambda slot: (rest[slot], -slot))
-        columns.append([*rest[:peak], *middle, *rest[peak:]])
-    return columns or [middle]
+    rises = [_constant(start * unit, rise, lane.most) for start in (4.5, 12.0) for rise in (2.5, 5.0)]
+    falls = [_constant(end * unit, fall, lane.most) for end in (3.0, 8.0) for fall in (1.0, 1.2, 1.6, 2.4)]
+    groups = 1
+    while groups * stages <= lane.most:
+        for rising in rises:
+            for falling in falls:
+                shape = [min(one, other, lane.cap) for one, other in zip(rising[:groups], falling[groups - 1 :: -1], strict=True)]
+                sum_ = stages * math.fsum(shape)
+                if 0.8 * left < sum_ < 1.25 * left:
+                    columns.append([share * (left / sum_) for share in shape for _ in range(stages)])
+        groups += max(1, groups // 8)
+    if not columns:
+        columns.append([left / stages] * stages)
+    if not tall.heights:
+        return [Column(column) for column in columns]
+    peaks = [max(range(len(column)), key=lambda slot: (column[slot], -slot)) for column in columns]
+    return [Column([*column[:peak], *tall.middle, *column[peak:]], peak) for column, peak in zip(columns, peaks, strict=True)]

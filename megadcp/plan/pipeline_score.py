@@ -103,8 +103,9 @@ class Scorer:
     def microbatches(self, plan: Plan) -> list[Microbatch]:
         """The plan's microbatches, by slot and lane."""
         found = []
+        lengths = self.lengths.tolist()
         for cell, kind, recompute in zip(plan.cells, plan.kinds, plan.recompute, strict=True):
-            padded = pad(self.lengths[cell.documents].tolist(), cell.cp, self.costs.basis.align)
+            padded = pad([lengths[document] for document in cell.documents], cell.cp, self.costs.basis.align)
             documents = tuple(self.order[document] for document in cell.documents)
             found.append(Microbatch(cell.slot, cell.lane, cell.cp, documents, padded, recompute, KIND_NAMES[kind]))
         return sorted(found, key=lambda one: (one.slot, one.lane))
