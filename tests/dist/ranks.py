@@ -39,19 +39,30 @@ class RankFailed(AssertionError):
         self.rank, self.error = rank, error
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """function(rank, world, *args) on `world` gloo ranks with torch.distributed up; what they return, in rank order (pickled)."""
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, connect: bool = True) -> list[Any]:
+    """function(rank, world, *args) on `world` gloo ranks with torch.distributed up; what they return, in rank order (pickled).
+
+    `connect=False`: processes that know nothing of each other, for tests of what starts torch.distributed.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         gc.freeze()  # the collector of a child would copy all pages of the parent
         try:
             for rank in range(world):
-                ranks.append(_fork(rank, world, Path(folder), ranks, (function, args, timeout_s)))
+                ranks.append(_fork(rank, world, Path(folder), ranks, _Work(function, args, timeout_s, connect)))
             return _collect(ranks, timeout_s)
         finally:
             gc.unfreeze()
             for each in ranks:
                 each.end()
+
+
+@dataclass(frozen=True)
+class _Work:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    timeout_s: float
+    connect: bool
 
 
 @dataclass
@@ -94,7 +105,7 @@ class _Rank:
         return not more
 
 
-def _fork(rank: int, world: int, folder: Path, earlier: list[_Rank], work: tuple[Callable[..., Any], tuple[Any, ...], float]) -> _Rank:
+def _fork(rank: int, world: int, folder: Path, earlier: list[_Rank], work: _Work) -> _Rank:
     result, told = os.pipe()
     waiting, release = os.pipe()
     stacks = folder / f"stacks-{rank}"
@@ -113,8 +124,7 @@ def _fork(rank: int, world: int, folder: Path, earlier: list[_Rank], work: tuple
         os._exit(0)
 
 
-def _child(rank: int, world: int, folder: Path, work: tuple[Callable[..., Any], tuple[Any, ...], float], told: int) -> None:
-    function, args, timeout_s = work
+def _child(rank: int, world: int, folder: Path, work: _Work, told: int) -> None:
     torch.set_num_threads(1)  # first of all: the parent's threads are not here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     good = False
@@ -125,9 +135,10 @@ def _child(rank: int, world: int, folder: Path, work: tuple[Callable[..., Any], 
             faulthandler.register(signal.SIGUSR1, stacks)
             random.seed(rank)
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            store = dist.FileStore(str(folder / "store"), world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s + 30))
-            value: Any = function(rank, world, *args)
+            if work.connect:
+                store = dist.FileStore(str(folder / "store"), world)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=work.timeout_s + 30))
+            value: Any = work.function(rank, world, *work.args)
             message = pickle.dumps(value)
             good = True
             _tell(told, True, message)

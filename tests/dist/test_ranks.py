@@ -44,12 +44,13 @@ def test_a_large_result_arrives():
 
 
 def test_after_the_parent_used_its_threads():
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     (torch.randn(500, 500) @ torch.randn(500, 500)).exp().sum()
     try:
         product = run_ranks(2, lambda rank, world: (torch.ones(300, 300) @ torch.ones(300, 300)).exp().log().sum().item(), timeout_s=20)
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
     assert product[0] == product[1]
 
 
