@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megadcp.data.batch import Pack
 from megadcp.engine.measure import Stopwatch
 from megadcp.engine.placement import Placement
 from megadcp.mesh.coords import Coords
 from megadcp.nn.backend import IGNORE, PackedTokens
+from megadcp.nn.part import Part
+from megadcp.parallel.buckets import may_overlap
 from megadcp.parallel.exchanges import Item, forwards, lane_programme, programmes
 from megadcp.parallel.pipeline import Stage, run_actions
-from megadcp.plan.actions import FORWARD, Action, slot_count, used_slots
+from megadcp.plan.actions import BACKWARD, FORWARD, Action, slot_count, used_slots
 from megadcp.plan.basis import Basis
 from megadcp.plan.step_plan import Microbatch, StepPlan
 
@@ -83,8 +85,10 @@ def stage_programme(plan: StepPlan, coords: Coords, slots: dict[int, Share], bac
 
 def run_lane(engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch, backward: bool = True) -> list[Tensor]:
     """Forward and backward of all microbatches of this lane on this stage; their loss sums in slot order where the last stage is here."""
-    runner = _Runner(engine, plan, shares, watch)
     programme = stage_programme(plan, engine.coords, shares, backward)
+    runner = _Runner(engine, plan, shares, watch)
+    if may_overlap(plan, engine.coords.lane):
+        runner.last = next((item for item in reversed(programme) if isinstance(item, Action) and item.kind == BACKWARD), None)
     losses = run_actions(programme, Stage(runner.forward, runner.buffer, runner.around), engine.pipeline)
     return [losses[slot] for slot in sorted(losses)]
 
@@ -96,6 +100,7 @@ class _Runner:
         self.engine, self.shares, self.watch = engine, shares, watch
         self.placements = {slot: Placement.of(plan.step, share.microbatch, engine.pool) for slot, share in shares.items()}
         self.batches: dict[int, PackedTokens] = {}
+        self.last: Action | None = None  # the backward in which sums over lanes may start
         self.chunks, self.hidden = plan.layout.virtual_stages, plan.model.hidden
         self.ways = plan.layout.tp if plan.layout.sequence_parallel else 1  # over which a residual stream is cut
 
@@ -122,5 +127,23 @@ class _Runner:
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
         """Measure an action."""
+        if action == self.last:
+            self.engine.gradients.last_microbatch(self._reached(action.chunk))
         with self.watch.action(action.slot, action.kind == FORWARD):
             yield
+
+    def _reached(self, chunk: int) -> Iterable[nn.Parameter] | None:
+        """The parameters that a chunk's backward gives gradients to; None: all."""
+        part = self.engine.part
+        if part is None or part.chunks == 1:
+            return None
+        layers = {str(layer) for layer in part.chunk_layers[chunk]}
+        return [parameter for name, parameter in self.engine.model.named_parameters() if _is_of(name, layers, part, chunk)]
+
+
+def _is_of(name: str, layers: set[str], part: Part, chunk: int) -> bool:
+    """Whether a parameter of a part (nn/gpt.py's names) is of one of its chunks."""
+    first, second = name.split(".")[:2]
+    if first == "layers":
+        return second in layers
+    return chunk == (0 if first in ("embedding", "positions") else part.chunks - 1)
