@@ -18,6 +18,7 @@ import numpy as np
 
 from megadcp.config.check import UserError
 from megadcp.data.step_documents import IGNORE, Documents, DocumentSource, StepDocuments
+from megadcp.mesh.coords import zigzag_spans
 from megadcp.plan.ahead import PlanWorker
 from megadcp.plan.plan_file import Record
 from megadcp.plan.step_plan import Microbatch, StepPlan
@@ -45,12 +46,10 @@ class Pack:
 
 
 def build_pack(source: Documents, documents: StepDocuments, microbatch: Microbatch) -> Pack:
-    """The pack of one microbatch: its documents in the plan's order, each followed by its padding.
+    """The whole pack of one microbatch, whatever its cp: its documents in the plan's order, each followed by its padding.
 
     ValueError if the plan doesn't fit the documents (it was made for another step).
     """
-    if microbatch.cp != 1:
-        raise UserError(f"step {documents.step}, slot {microbatch.slot}: cp={microbatch.cp}, but this version builds batches for cp=1 only")
     chosen = np.asarray(microbatch.documents, dtype=np.int64)
     padded = np.asarray(microbatch.padded, dtype=np.int64)
     if len(chosen) == 0 or len(chosen) != len(padded) or chosen.min() < 0 or chosen.max() >= len(documents.ids):
@@ -84,15 +83,33 @@ def _fill(source: Documents, ids: np.ndarray, starts: np.ndarray, tokens: np.nda
 
 
 def split_for_lanes(pack: Pack, cp: int) -> list[Pack]:
-    """The share of each of `cp` lanes. Only cp=1 is there yet."""
-    if cp != 1:
-        raise UserError(f"cp={cp}: this version keeps every document on one lane; legal here: 1 (parallel.max_cp=1)")
-    return [pack]
+    """The share of each of `cp` lanes, in lane order."""
+    return [lane_share(pack, cp, index) for index in range(cp)]
+
+
+def lane_share(pack: Pack, cp: int, index: int) -> Pack:
+    """What lane `index` of `cp` has of a pack: its rows in zigzag order, and their borders.
+
+    Labels were shifted before, so each row brings its own target, and its position in the document; real_lengths stay those of the whole
+    documents. cp=1 gives the pack itself. ValueError if a document's rows can't be cut into 2 cp chunks.
+    """
+    if cp == 1:
+        return pack
+    spans = zigzag_spans(np.diff(pack.cu_seqlens_list).tolist(), cp, index)
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[start:stop] for start, stop in spans])
+
+    borders = tuple(border // cp for border in pack.cu_seqlens_list)
+    return replace(
+        pack, tokens=rows(pack.tokens), labels=rows(pack.labels), positions=rows(pack.positions), max_length=pack.max_length // cp,
+        cu_seqlens=np.asarray(borders, np.int32), cu_seqlens_list=borders,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """One step, ready to run: its documents, plan, and packs in slot order.
+    """One step, ready to run: its documents, plan, and one lane's packs in slot order.
 
     plan_seconds: its planning took, wherever that was. build_seconds: looking its documents up and building its packs. wait_seconds: whoever
     took this step stood still because its plan was not ready. record: the plan's lines for plans.jsonl, if they are made already.
@@ -123,14 +140,22 @@ class _Made:
         return replace(self.step, wait_seconds=max(0.0, min(end, self.planned) - max(begin, self.asked)))
 
 
+def lane_packs(source: Documents, documents: StepDocuments, plan: StepPlan, lane: int) -> list[Pack]:
+    """What one lane runs of a plan, in slot order: its share of each microbatch that it takes part in. Others' documents are not read."""
+    own = [one for one in plan.microbatches if one.lane <= lane < one.lane + one.cp]
+    own.sort(key=lambda one: one.slot)
+    return [lane_share(build_pack(source, documents, one), one.cp, lane - one.lane) for one in own]
+
+
 class _Steps:
     """Makes the steps of a range, one after the other. With a PlanWorker, the lengths of `ahead` more steps are on their way to it.
 
     What goes wrong with a step is raised at its turn, never earlier.
     """
 
-    def __init__(self, source: DocumentSource, plans: PlanFor | PlanWorker, steps: range, ahead: int) -> None:
+    def __init__(self, source: DocumentSource, plans: PlanFor | PlanWorker, steps: range, ahead: int, lane: tuple[int, int]) -> None:
         self.source, self.plans, self.ahead = source, plans, ahead if isinstance(plans, PlanWorker) else 0
+        self.lane, self.lanes = lane
         self._to_ask = iter(steps)
         self._asked: deque[tuple[StepDocuments | Exception, float]] = deque()
 
@@ -152,7 +177,9 @@ class _Steps:
             plan, record = self.plans(documents), None
             planned = time.perf_counter()
             plan_seconds = planned - asked
-        packs = [build_pack(self.source, documents, microbatch) for microbatch in sorted(plan.microbatches, key=lambda one: (one.slot, one.lane))]
+        if plan.layout.lanes != self.lanes:
+            raise ValueError(f"the plan of step {plan.step} is for {plan.layout.lanes} lanes, but this loader is for one of {self.lanes}")
+        packs = lane_packs(self.source, documents, plan, self.lane)
         build_seconds = found_seconds + time.perf_counter() - planned
         return _Made(LoadedStep(documents, plan, packs, plan_seconds, build_seconds, record=record), asked, planned)
 
@@ -211,7 +238,7 @@ def _work(shared: _Shared, steps: _Steps) -> None:
 
 
 class StepLoader:
-    """Iterates the LoadedSteps first, first + 1, .. last - 1, with up to `ahead` of them made before they are asked for.
+    """Iterates the LoadedSteps first, first + 1, .. last - 1 of one lane, with up to `ahead` of them made before they are asked for.
 
     `plans` is a function, called by the thread that builds the packs, or a PlanWorker, whose process gets the lengths of `ahead` more steps:
     planning holds nobody up unless it is `ahead` steps late. The loader closes it.
@@ -220,10 +247,14 @@ class StepLoader:
     close() (or leaving the with block) can be called at any time and returns within CLOSE_SECONDS even if a read hangs.
     """
 
-    def __init__(self, source: DocumentSource, plans: PlanFor | PlanWorker, first: int, last: int, ahead: int) -> None:
+    def __init__(
+        self, source: DocumentSource, plans: PlanFor | PlanWorker, first: int, last: int, ahead: int, lane: int = 0, lanes: int = 1
+    ) -> None:  # fmt: skip
         if ahead < 0:
             raise UserError(f"plan.ahead={ahead}: give 0 (make each step when it is needed) or more")
-        self._steps, self._left = _Steps(source, plans, range(first, last), ahead), max(0, last - first)
+        if not 0 <= lane < lanes:
+            raise ValueError(f"there is no lane {lane} among {lanes}")
+        self._steps, self._left = _Steps(source, plans, range(first, last), ahead, (lane, lanes)), max(0, last - first)
         self._shared = _Shared(ahead, plans if isinstance(plans, PlanWorker) else None)
         self._thread: threading.Thread | None = None
         if ahead:

@@ -29,7 +29,7 @@ KINDS = ("ring", "all_gather", "ulysses", "2d")
 
 
 class Where(Protocol):
-    """What attention reads of a microbatch's Placement. lanes_per_node limits A of kind 2d."""
+    """What attention reads of a microbatch's Placement. One with an int `lanes_per_node` limits A of kind 2d by it."""
 
     @property
     def cp(self) -> int:
@@ -40,12 +40,8 @@ class Where(Protocol):
         """One of KINDS."""
 
     @property
-    def group(self) -> Group:
-        """The cp group."""
-
-    @property
-    def lanes_per_node(self) -> int:
-        """Lanes of one node."""
+    def group(self) -> Group | None:
+        """The cp group; anything for cp=1."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: Where) -> Tensor:
@@ -57,14 +53,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: W
         ValueError: the group is not that of the placement, the kind is unknown or its heads can't be divided, borders are no zigzag.
     """
     group, kind = placement.group, placement.cp_comm
-    if group.size != placement.cp:
-        raise ValueError(f"the placement says cp={placement.cp}, but its group has {group.size} ranks")
+    if group is None or group.size != placement.cp:
+        raise ValueError(f"the placement says cp={placement.cp}, but its group has {group.size if group else 'no'} ranks")
     share = Share(group, batch.cu_seqlens, batch.cu_seqlens_list, tuple(batch.real_lengths.tolist()))
     if share.borders[-1] != q.shape[0]:
         raise ValueError(f"the borders are those of {share.borders[-1]} rows, but there are {q.shape[0]}")
     if kind == "all_gather":
         return gathered_attention(q, k, v, share)
-    return ring_attention(q, k, v, share, neighbours(kind, q.shape[1], k.shape[1], group.size, placement.lanes_per_node))
+    near = getattr(placement, "lanes_per_node", group.size)
+    return ring_attention(q, k, v, share, neighbours(kind, q.shape[1], k.shape[1], group.size, near))
 
 
 def neighbours(kind: str, heads: int, kv_heads: int, size: int, lanes_per_node: int) -> int:

@@ -133,14 +133,10 @@ def test_plans_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for chosen, padded in (((2,), (4,)), ((-1,), (5,)), ((), ()), ((0, 1), (4,))):
         with pytest.raises(ValueError, match="the plan names documents"):
             build_pack(source, documents, microbatch(chosen, padded))
-    with pytest.raises(UserError, match="cp=2"):
-        build_pack(source, documents, microbatch((0,), (4,), cp=2))
     with pytest.raises(UserError, match="at most 2147483647"):
         build_pack(source, documents, microbatch((0, 1), (4, 2**31)))
-    pack = build_pack(source, documents, microbatch((0,), (4,)))
-    assert split_for_lanes(pack, 1) == [pack]
-    with pytest.raises(UserError, match="cp=4"):
-        split_for_lanes(pack, 4)
+    with pytest.raises(ValueError, match=r"6 padded tokens can't be cut into 2 \* 2 equal chunks"):
+        split_for_lanes(build_pack(source, documents, microbatch((0, 1), (4, 6), cp=2)), 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ StepLoader
