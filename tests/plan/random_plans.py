@@ -1,5 +1,8 @@
 """Runs and legal plans at random, for the property tests: nothing of the planner is used, plans are made as JSON objects."""
 
+import functools
+import itertools
+import math
 import random
 from dataclasses import dataclass, fields, replace
 
@@ -19,6 +22,7 @@ from megadcp.config.schema import (
     RunConfig,
 )
 from megadcp.plan.basis import basis_from
+from megadcp.plan.step_plan import Recompute
 
 H200 = HardwareConfig(
     "h200", GemmFlops(50e12, 480e12, 720e12), 512, 384e12, 600, 370e9, 45e9, 10e-6, 15e-6, 200e-6, 0.5, 141e9, 0.90, 4096, 8, 300e9, 0.7, 4e12
@@ -221,3 +225,97 @@ def _cell(run, taken, slots, cp, rng):
     lane = rng.randrange(run.lanes // cp) * cp
     taken |= {(slots, lane + k) for k in range(cp)}
     return slots + 1, slots, lane
+
+
+# ------------------------------------------------------------------------------------------------------ steps to be planned
+@dataclass(frozen=True)
+class Step:
+    """A run with its plan settings, and the lengths of one step."""
+
+    run: Run
+    lengths: tuple[int, ...]
+    max_length: int = 131072
+    pack_tokens: int = 0
+    recompute: str = "auto"
+    recompute_layers: int = 0
+
+    def config(self, policy: str = "joint") -> Config:
+        named = dict(recompute=self.recompute, recompute_layers=self.recompute_layers)
+        return self.run.config(self.max_length, policy=policy, pack_tokens=self.pack_tokens, **named)
+
+    @property
+    def capacity(self) -> int:
+        """What static-best may pack together."""
+        return min(self.max_length, self.pack_tokens or self.max_length)
+
+    @property
+    def choices(self) -> tuple[Recompute, ...]:
+        """The recompute value that the run names; empty for auto."""
+        if self.recompute == "auto":
+            return ()
+        return (Recompute(self.recompute, 0 if self.recompute == "none" else self.recompute_layers or min(self.run.stage_layers)),)
+
+    @property
+    def largest(self) -> int:
+        """The largest group that the run allows."""
+        return max(cp for cp in POWERS if min(self.run.lanes, self.run.max_cp or self.run.lanes) >= cp)
+
+
+@st.composite
+def steps(draw, most_lanes=64, pipelines=True, most=200, longest=200_000):
+    """Steps of runs whose memory is anything from too little for the longest document to plenty."""
+    run = draw(runs(most_lanes, pipelines).filter(lambda run: (len(run.stage_layers) > 1) == pipelines))
+    own = tuple(draw(lengths(most, longest)))
+    recompute = draw(st.sampled_from(("auto", "auto", "auto", *naive.LEVELS)))
+    layers = draw(st.integers(0, min(run.stage_layers))) if recompute in naive.LEVELS[1:] else 0
+    pack_tokens = draw(st.sampled_from((0, 0, 0, 5000, 100_000)))
+    max_length = draw(st.sampled_from((131072, max(own), 2 * max(own))))
+    room = draw(st.sampled_from((0.0, 0.9, 1.0, 1.00001, 1.05, 1.5, 4.0, 20.0)))
+    step = Step(run, own, max_length, pack_tokens, recompute, layers)
+    return replace(step, run=replace(run, memory=memory_for(step, room, draw(st.integers(0, 3))))) if room else step
+
+
+def alone(step: Step, doc, length: int, cp: int):
+    """The document alone on a group of `cp` lanes, padded, with each recompute value that the run allows."""
+    step_of_cp = 2 * cp if cp > 1 else 1
+    grain = math.lcm(step_of_cp, cp * doc["unit"] * (step.run.tp if step.run.sequence_parallel else 1))
+    tokens = length + -length % grain
+    values = [{"level": one.level, "layers": one.layers} for one in step.choices]
+    if not values:
+        most = min(step.run.stage_layers)
+        values = [{"level": "none", "layers": 0}] + [{"level": level, "layers": n} for level in naive.LEVELS[1:] for n in range(1, most + 1)]
+    return [{"padded": [tokens], "cp": cp, "recompute": value} for value in values]
+
+
+def memory_for(step: Step, room: float, groups: int) -> float:
+    """Bytes of a device with `room` times what the longest document needs, recomputed in full on the largest group, and `groups` sizes."""
+    doc = step.run.document()
+    m = alone(replace(step, recompute="full", recompute_layers=0), doc, max(step.lengths), step.largest)[0]
+    stages = range(len(step.run.stage_layers))
+    needs = [naive.stored_bytes(doc, m, stage) + naive.passing_bytes(doc, m, stage) for stage in stages]
+    need = max(naive.static_bytes(doc, stage, groups) + room * needs[stage] for stage in stages)
+    return float(f"{need / doc['profile']['usable_fraction'] * (1 + 1e-8):.9g}")
+
+
+def can_be_planned(step: Step) -> bool:
+    """Whether there is a plan at all: group sizes such that each document, alone in the pipeline, fits one of them or a single lane.
+
+    A microbatch is alone when enough slots around it are empty, so nothing but its own bytes and the communicators' counts.
+    """
+    doc = step.run.document()
+    stages = range(len(step.run.stage_layers))
+
+    @functools.cache
+    def need(length: int, cp: int, groups: int) -> bool:
+        return any(
+            all(naive.stored_bytes(doc, m, s) + naive.passing_bytes(doc, m, s) <= naive.budget(doc, s, groups) for s in stages)
+            for m in alone(step, doc, length, cp)
+        )
+
+    sizes = [cp for cp in POWERS if 1 < cp <= step.largest]
+    distinct = sorted(set(step.lengths), reverse=True)
+    return any(
+        all(any(need(length, cp, count) for cp in (1, *chosen)) for length in distinct)
+        for count in range(len(sizes) + 1)
+        for chosen in itertools.combinations(sizes, count)
+    )
