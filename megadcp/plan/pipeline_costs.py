@@ -17,11 +17,12 @@ from megadcp.plan.basis import Basis
 from megadcp.plan.columns import peaks
 from megadcp.plan.cost import BACKWARD_ATTENTION, SELECTIVE_SHARE, CostModel, Load
 from megadcp.plan.limits import Limits
-from megadcp.plan.memory import MOST_TOKENS, MemoryModel
+from megadcp.plan.memory import GROUP_BYTES, MOST_TOKENS, MemoryModel
 from megadcp.plan.step_plan import LEVELS, Recompute
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+COMMUNICATORS = 0.25  # of the memory for activations may go to communicators
 KIND_NAMES = ("none", "ring", "all_gather", "ulysses", "2d")
 
 
@@ -56,11 +57,32 @@ class Priced(NamedTuple):
 class PipelineCosts:
     """Costs of one basis under a run's limits."""
 
-    def __init__(self, basis: Basis, limits: Limits) -> None:
+    def __init__(self, basis: Basis, limits: Limits, longest: int = 1) -> None:
         self.basis, self.limits = basis, limits
         self.cost, self.memory = CostModel(basis), MemoryModel(basis)
         self.stages, self.chunks, self.lanes = basis.layout.pp, basis.layout.virtual_stages, basis.layout.lanes
         self.layers = np.array(basis.stage_layers, dtype=np.float64)
+        self.groups = self._affordable(longest)
+
+    def _affordable(self, longest: int) -> list[int]:
+        """Group sizes to use: all, where memory has room for their communicators, else those around the least that the longest document needs."""
+        sizes = [1 << k for k in range(self.limits.max_cp.bit_length())]
+        free = min(self.memory.budget(stage, 0) for stage in range(self.stages))
+        count = max(0, int(COMMUNICATORS * free / GROUP_BYTES))
+        if count >= len(sizes) - 1:
+            return sizes
+        needed = next((cp for cp in sizes if self._holds(longest, cp)), sizes[-1])
+        near = sorted(sizes[1:], key=lambda cp: (max(cp, needed) // min(cp, needed), -cp))
+        return sorted({1, *near[: max(count, int(needed > 1))]})
+
+    def _holds(self, length: int, cp: int) -> bool:
+        """Whether a document fits alone on `cp` lanes, with communicators of one size."""
+        local = -(-length // self.grain(cp)) * self.grain(cp) / cp
+        budgets = [self.memory.budget(stage, int(cp > 1)) for stage in range(self.stages)]
+        if self.limits.free:
+            return any(self.memory.least_layers(local, level, budgets) >= 0 for level in LEVELS)
+        choice = self.limits.choices[0]
+        return all(self.memory.need(stage, local, choice) <= budget for stage, budget in enumerate(budgets))
 
     def step(self, cp: int) -> int:
         """Documents are padded to a multiple of this."""
@@ -130,7 +152,7 @@ class PipelineCosts:
 
     def local_tokens(self, level: str, held: Sequence[float]) -> int:
         """Most local tokens of equal microbatches of which `held` are in flight on each stage, at `level` on all layers."""
-        sizes = self.limits.max_cp.bit_length() - 1
+        sizes = len(self.groups) - 1
         layers = 0 if level == "none" else self.basis.recomputable
         least = MOST_TOKENS
         for stage in range(self.stages):

@@ -43,6 +43,21 @@ class Block(NamedTuple):
     document: int
 
 
+class Pace(NamedTuple):
+    """Speeds of lanes in thousandths of the mean one's, and nanoseconds of an empty microbatch at that speed."""
+
+    speeds: Sequence[int]
+    fixed: int
+
+    def content(self, room: int, lane: int, cp: int) -> int:
+        """Content that the slowest of these lanes does in the time in which the mean lane does `room`; below 0: not even an empty one."""
+        return (room + self.fixed) * min(self.speeds[lane : lane + cp]) // THOUSAND - self.fixed
+
+    def at_mean(self, content: int, lane: int, cp: int) -> int:
+        """The content of the mean lane that takes as long as this on these lanes."""
+        return (content + self.fixed) * THOUSAND // min(self.speeds[lane : lane + cp]) - self.fixed
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Documents on groups of one size: nanoseconds, padded tokens (lists and arrays of the same), most tokens of a microbatch of several."""
@@ -59,14 +74,15 @@ class Sizes:
 class Filling:
     """One way to fill slots. base: usual group size; coarse: how many documents, the longest, are placed one by one."""
 
-    def __init__(
-        self, rooms: Sequence[int], base: int, sizes: dict[int, Sizes], speeds: Sequence[int], coarse: int, blocks: Sequence[Block] = ()
-    ) -> None:
-        self.rooms, self.base, self.sizes, self.speeds, self.coarse = rooms, base, sizes, speeds, coarse
-        self.lanes, self.count = len(speeds), len(sizes[base].padded)
-        self.even = min(speeds) == max(speeds)
+    def __init__(self, rooms: Sequence[int], base: int, sizes: dict[int, Sizes], pace: Pace, coarse: int, blocks: Sequence[Block] = ()) -> None:
+        self.rooms, self.base, self.sizes, self.pace, self.coarse = rooms, base, sizes, pace, coarse
+        self.lanes, self.count = len(pace.speeds), len(sizes[base].padded)
+        self.even = min(pace.speeds) == max(pace.speeds)
         self.groups = [cp for cp in sorted(sizes) if cp >= base]
-        self.low, self.high = [0] * len(rooms), [self.lanes] * len(rooms)  # free lanes: groups are taken from below, usual ones from above
+        self.low, self.high = (
+            [0] * len(rooms),
+            [self.lanes // base * base] * len(rooms),
+        )  # free lanes: groups are taken from below, usual ones from above
         self.cells: list[Cell] = []
         # Of each group size, ascending, rooms and whose they are in one integer: cells that are there, and slots with lanes for a group.
         self.open: dict[int, list[int]] = {cp: [] for cp in self.groups}
@@ -77,11 +93,15 @@ class Filling:
         for block in blocks:
             self._put(block)
 
+    def _room(self, slot: int, lane: int, cp: int) -> int:
+        """Content that these lanes do while the mean lane does the slot's."""
+        return self.rooms[slot] if self.even else self.pace.content(self.rooms[slot], lane, cp)
+
     def _put(self, block: Block) -> None:
         """A document that has its place."""
         size, slot = self.sizes[block.cp], block.slot
         self._take(slot, block.lane, block.cp)
-        room = self.rooms[slot] * min(self.speeds[block.lane : block.lane + block.cp]) // THOUSAND - size.seconds[block.document]
+        room = self._room(slot, block.lane, block.cp) - size.seconds[block.document]
         self._open(Cell(slot, block.lane, block.cp, room, [block.document], size.padded[block.document]))
         self.placed[block.document] = True
 
@@ -127,7 +147,7 @@ class Filling:
                 del free[place]  # lanes are never given back
                 continue
             if not self.even:
-                room = room * min(self.speeds[lane : lane + cp]) // THOUSAND
+                room = self._room(slot, lane, cp)
             if room >= need:
                 self._take(slot, lane, cp)
                 self._open(Cell(slot, lane, cp, room - need, [document], tokens))
@@ -155,7 +175,7 @@ class Filling:
             self.high[slot] = lane
             return
         for hole in range(self.low[slot], lane, self.base):  # lanes skipped so that the group is aligned
-            self._open(Cell(slot, hole, self.base, self.rooms[slot] * min(self.speeds[hole : hole + self.base]) // THOUSAND))
+            self._open(Cell(slot, hole, self.base, self._room(slot, hole, self.base)))
         self.low[slot] = lane + cp
 
     # ---------------------------------------------------------------------------------------------------- all the others
@@ -179,20 +199,19 @@ class Filling:
             return [room - left for room, left in zip(self.rooms, least, strict=True)]
         for cell in self.cells:
             if cell.documents:
-                speed = min(self.speeds[cell.lane : cell.lane + cell.cp])
-                held = (self.rooms[cell.slot] * speed // THOUSAND - cell.room) * THOUSAND // speed
-                most[cell.slot] = max(most[cell.slot], held)
+                held = self._room(cell.slot, cell.lane, cell.cp) - cell.room
+                most[cell.slot] = max(most[cell.slot], self.pace.at_mean(held, cell.lane, cell.cp))
         return most
 
     def _open_the_rest(self) -> None:
-        for slot, room in enumerate(self.rooms):
-            lane = self.low[slot]
-            while lane < self.high[slot]:
-                cp = self.base
-                while lane % cp or lane + cp > self.high[slot]:
-                    cp //= 2
-                self.cells.append(Cell(slot, lane, cp, room * min(self.speeds[lane : lane + cp]) // THOUSAND))
-                lane += cp
+        """Cells for all lanes that are free: usual groups, smaller ones where lanes are left over."""
+        smaller = [cp for cp in sorted(self.sizes, reverse=True) if cp <= self.base]
+        for slot in range(len(self.rooms)):
+            for lane, end in ((self.low[slot], self.high[slot]), (self.lanes // self.base * self.base, self.lanes)):
+                while lane < end:
+                    cp = next(cp for cp in smaller if lane % cp == 0 and lane + cp <= end)
+                    self.cells.append(Cell(slot, lane, cp, self._room(slot, lane, cp)))
+                    lane += cp
 
     def _overfill(self, document: int) -> None:
         best: Cell | None = None

@@ -215,19 +215,19 @@ def _peaks(lane: Lane, tall: Tall) -> list[Column]:
     top, middle = tall.heights[0], tall.middle
     left = max(0.02, 1 - math.fsum(tall.heights))
     ups, downs = _slopes(lane, (*LASTS, *HIGH_LASTS))
-    fronts = [[one for one in up if one < top / 1.1] for up in ups]
+    fronts = [[min(one, lane.cap) for one in up if one < top / 1.1] for up in ups]
     for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0):  # of what is left, in front of the peak: geometric, so that it adds up
-        fronts.append(_geometric(top, part * left, lane.unit))
+        fronts.append([min(one, lane.cap) for one in _geometric(top, part * left, lane.unit)])
     columns = []
     for front in fronts:
         rest = left - math.fsum(front)
         if rest < -0.1 * left:
             continue
-        backs = [_geometric(top, max(0.0, rest), lane.unit)[::-1]]
+        backs = [[min(one, lane.cap) for one in reversed(_geometric(top, max(0.0, rest), lane.unit))]]
         for down in downs:
             back, so_far = [], 0.0
             while so_far < rest and len(back) < lane.most:
-                back.append(min(down[len(back)], top))
+                back.append(min(down[len(back)], top, lane.cap))
                 so_far += back[-1]
             backs.append(back[::-1])
         for back in backs:

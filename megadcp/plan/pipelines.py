@@ -21,7 +21,7 @@ from megadcp.plan.columns import makespans
 from megadcp.plan.limits import Limits
 from megadcp.plan.pipeline_costs import Documents, Floats, PipelineCosts
 from megadcp.plan.pipeline_fallback import one_by_one
-from megadcp.plan.pipeline_fill import THOUSAND, Block, Cell, Filling, NoRoom, Sizes
+from megadcp.plan.pipeline_fill import THOUSAND, Block, Cell, Filling, NoRoom, Pace, Sizes
 from megadcp.plan.pipeline_profile import Lane, Tall, target
 from megadcp.plan.pipeline_reshape import reshape
 from megadcp.plan.pipeline_score import Plan, Scorer
@@ -30,6 +30,7 @@ from megadcp.plan.step_plan import Microbatch
 LEAST_MOST_SLOTS, MOST_SLOTS = 96, 1024  # slots of a plan: so many may be tried, more where memory holds little
 SLACKS = (1.01, 1.025, 1.045, 1.08)  # slots are filled up to so much more than their room, as little as works
 MOST_BASE = 8  # largest usual group size
+MUCH = 0.3
 SAND = 20  # documents shorter than this part of a mean slot are poured
 HOUSED = (1.02, 0.5, 0.3)  # a document that needs more than this part of the peak on every group has a slot made for it
 
@@ -76,10 +77,10 @@ class Attempt(NamedTuple):
 class _Search:
     def __init__(self, basis: Basis, lengths: Sequence[int], limits: Limits, static: Static | None) -> None:
         self.basis, self.lengths, self.limits, self.static = basis, lengths, limits, static
-        self.costs = PipelineCosts(basis, limits)
+        self.costs = PipelineCosts(basis, limits, max(lengths))
         self.order = sorted(range(len(lengths)), key=lambda document: -lengths[document])
         self.sorted = np.array([lengths[document] for document in self.order], dtype=np.int64)
-        self.groups = [1 << k for k in range(limits.max_cp.bit_length())]
+        self.groups = self.costs.groups
         self.tokens = int(self.sorted.sum()) / basis.layout.lanes  # of an average lane
         self.documents: dict[int, Documents] = {cp: self.costs.documents(self.sorted, cp, max(1.0, self.tokens * cp / 12)) for cp in self.groups}
         speeds = basis.lane_speed or (1.0,) * basis.layout.lanes
@@ -97,6 +98,8 @@ class _Search:
     def best(self) -> list[Microbatch]:
         """The search itself."""
         plans = [(plan, attempt) for attempt in self._promising() if (plan := self.scorer.plan(attempt.cells)) is not None]
+        if not plans:
+            plans = [(plan, attempt) for attempt in self._roomy() if (plan := self.scorer.plan(attempt.cells)) is not None][:1]
         plans.sort(key=lambda one: one[0].nanoseconds)
         found = [plan for plan, _ in plans[:1]]
         found += [self._reshaped(plan, attempt) for plan, attempt in plans[: self.effort.paths]]
@@ -164,19 +167,37 @@ class _Search:
                 rooms = [share * self.work[base][self.busiest] * 1e9 for share in shares.tolist()]
                 yield from self._fillings(rooms, base, most)
 
+    def _roomy(self) -> Iterator[Attempt]:
+        """Ever more equal slots, for what fits no other way: packs that may hold little, or little memory."""
+        full = min(self.sizes[cp].cap // cp for cp in self.groups)
+        slots = max(self.basis.layout.pp, math.ceil(self.tokens / max(1, full)))
+        tallest = max(self._fastest(0)[0], 1)
+        while slots <= MOST_SLOTS:
+            room = max(self.work[1][self.busiest] * 1e9 / slots, float(tallest))
+            yield from self._fillings([room] * slots, 1, math.inf)
+            slots += max(2, slots // 3)
+
     def _bases(self, slots: int) -> list[int]:
         """Usual group sizes to try: the fewer documents there are for a lane's slots, the larger."""
         per_slot = len(self.order) / (self.basis.layout.lanes * slots)
         sizes = (1, 2, 4) if per_slot >= 2 else (2, 1, 4) if per_slot >= 0.7 else (4, 2, 8)
+        if self.limits.pack_tokens * slots < 2 * self.tokens:
+            return [1]  # larger groups would hold even less a lane
         count = 2 if self.effort.attempts <= 3 else 3
         return [cp for cp in sizes if cp in self.work][:count] or [1]
 
     def _profiles(self) -> Iterator[tuple[Floats, float]]:
         """(shares of the slots, most local tokens of a microbatch of several documents)."""
-        plain, selective = self._caps()
+        plain = self._cap("none")
         tops = [(target(self.lane), math.inf)]
         if tops[0][0] is None or float(tops[0][0].max()) * self.tokens > plain:
-            tops = [(target(replace(self.lane, cap=cap / self.tokens)), 1.1 * cap) for cap in (plain, selective) if cap > 0]
+            tops = [(target(replace(self.lane, cap=plain / self.tokens)), 1.1 * plain)] if plain else []
+            selective, full = self._cap("selective"), self._cap("full")
+            if selective > plain:
+                tops.append((target(replace(self.lane, cap=selective / self.tokens)), 1.1 * selective))
+            # Where empty microbatches cost much beside the work, few that recompute are better than many that don't.
+            if full > selective and (tops[0][0] is None or len(tops[0][0]) * self.lane.unit > MUCH):
+                tops.append((target(replace(self.lane, cap=full / self.tokens)), 1.1 * full))
         for housed in HOUSED:
             for shares, most in tops:
                 if shares is not None:
@@ -191,7 +212,7 @@ class _Search:
                 break
             longest = self.documents[self._fastest(0)[1]].seconds[:, 0]
             tall = Tall(tuple(height / scale for height in heights), tuple((longest / longest[self.busiest]).tolist()))
-            higher = target(self.lane, tall)
+            higher = target(replace(self.lane, cap=self.limits.pack_tokens / self.tokens), tall)
             if higher is None:
                 break
             if housed < 1 or higher.max() <= shares.max():
@@ -199,12 +220,10 @@ class _Search:
             shares = higher
         return shares
 
-    def _caps(self) -> tuple[int, int]:
-        """Most local tokens of equal microbatches without recompute and with level selective (0: not allowed)."""
-        if not self.limits.free:
-            choice = self.limits.choices[0]
-            return self.costs.local_tokens(choice.level, self.costs.held), 0
-        return self.costs.local_tokens("none", self.costs.held), self.costs.local_tokens("selective", self.costs.held)
+    def _cap(self, level: str) -> int:
+        """Most local tokens of equal microbatches at this level on all layers (at the one that is named, if one is)."""
+        level = level if self.limits.free else self.limits.choices[0].level
+        return min(self.limits.pack_tokens, self.costs.local_tokens(level, self.costs.held))
 
     def _fastest(self, document: int) -> tuple[int, int]:
         """Nanoseconds and group size with which a document is done first; (0, 1) when it fits on no group."""
@@ -233,9 +252,11 @@ class _Search:
         """The tightest filling of these rooms (nanoseconds), if any; `first`: of the slacks."""
         sizes = self._capped(most)
         least = int(math.fsum(rooms)) // (SAND * len(rooms))
-        coarse = max([int((sizes[base].nanoseconds > least).sum()), *(block.document + 1 for block in blocks)])
+        usual = sizes[base]
+        poured = (usual.nanoseconds <= least) & (usual.tokens * SAND <= 2 * usual.cap)
+        coarse = max([len(poured) - int(poured.sum()), *(block.document + 1 for block in blocks)])
         for step in range(first, len(SLACKS)):
-            filling = Filling([int(room * SLACKS[step]) for room in rooms], base, sizes, self.speeds, coarse, blocks)
+            filling = Filling([int(room * SLACKS[step]) for room in rooms], base, sizes, self._pace(base), coarse, blocks)
             if filling.place_coarse(0 if step + 1 < len(SLACKS) else len(self.order)):
                 try:
                     cells = filling.place_rest()
@@ -243,6 +264,9 @@ class _Search:
                     continue
                 yield Attempt(cells, base, filling.fullest(), most, step)
                 return
+
+    def _pace(self, base: int) -> Pace:
+        return Pace(self.speeds, round(float(self.documents[base].fixed[self.busiest]) * 1e9))
 
     # ------------------------------------------------------------------------------------------------------------- reshaping
     def _reshaped(self, plan: Plan, attempt: Attempt) -> Plan:
