@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch._dynamo  # imported at the first checkpoint: here once, instead of in every rank
 
 from megadcp.backends.torch_sharded import torch_backend
 from megadcp.config.schema import (
@@ -34,7 +35,7 @@ from megadcp.parallel.gradients import GradientBuffers
 from megadcp.plan.basis import Basis, basis_from
 from megadcp.plan.cost import CostModel
 from megadcp.plan.memory import MemoryModel
-from megadcp.plan.step_plan import LEVELS, Microbatch, Predicted, Recompute, StepPlan, round_bytes, round_seconds
+from megadcp.plan.step_plan import LEVELS, Microbatch, Predicted, Recompute, StepPlan, round_seconds
 from megadcp.plan.verify import verify
 
 MODEL = ModelConfig(layers=4, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=12, vocab=29, init_std=0.2)
@@ -114,7 +115,8 @@ def assemble_plan(case: Case, microbatches: Sequence[Microbatch], step: int = 5)
     """A legal plan of these microbatches, with the figures that belong to it."""
     basis = case.basis
     cost, memory = CostModel(basis), MemoryModel(basis)
-    scored = [replace(one, seconds=round_seconds(cost.seconds(one)), bytes=round_bytes(memory.bytes(one))) for one in microbatches]
+    # bytes unrounded: of a few kilobytes, half a byte is more than the tolerance of invariant 8
+    scored = [replace(one, seconds=round_seconds(cost.seconds(one)), bytes=memory.bytes(one)) for one in microbatches]  # type: ignore[arg-type]
     fields = {name: getattr(basis, name) for name in ("layout", "schedule", "stage_layers", "model", "precision", "unit", "profile", "lane_speed")}
     plan = StepPlan(step=step, lengths=case.lengths, microbatches=tuple(scored), predicted=Predicted(), **fields)
     verify(plan)
