@@ -96,7 +96,11 @@ def first_host(nodes: str) -> str:
 
 @dataclass
 class World:
-    """One rank among all. As a context it says goodbye: in order when all went well, at once after an error."""
+    """One rank among all. As a context it says goodbye: in order when all went well, at once after an error.
+
+    The first rank that fails keeps its exception. Those that fail after it, most often because of it, say one line and leave with SystemExit:
+    under torchrun and srun, too, the user sees one traceback, and a request that all refuse is refused once.
+    """
 
     rank: int
     world_size: int
@@ -158,6 +162,19 @@ class World:
         elif self._store is not None:  # what is under way may never end, so nothing is closed
             _record(error)
             self._failure.append(_code_of(error))
+            if isinstance(error, Exception) and not self._is_first_failure():
+                if not isinstance(error, UserError):
+                    text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    print(f"rank {self.rank} ends after the failure of another rank ({text})", file=sys.stderr, flush=True)
+                raise SystemExit(self._failure[0]) from None
+
+    def _is_first_failure(self) -> bool:
+        """Whether no other rank has failed before. Without an answer rank 0, which has the store, has gone before."""
+        try:
+            self._store.set_timeout(timedelta(seconds=LEAVE_SECONDS))
+            return bool(self._store.add("failed", 1) == 1)
+        except Exception:  # whatever the store raises: the error of this rank counts
+            return self.rank == 0
 
 
 def join(config: Config, timeout_s: float = TIMEOUT_SECONDS) -> World:

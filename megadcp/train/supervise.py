@@ -40,7 +40,7 @@ DUMP_SECONDS = 0.5
 HOLD_SECONDS = 3.0  # a traceback of rank 0 is shown after this, if nobody fails
 MOST_BYTES = 1 << 16  # of one rank's stderr that are shown
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # torch's, before each line of a traceback
-LAST_WORDS = re.compile(PREFIX + r"(?:Traceback \(most recent|error: |terminate called|Fatal Python error)")
+LAST_WORDS = re.compile(PREFIX + r"(?:Traceback \(most recent|error: |terminate called|Fatal Python error|rank \d+ ends after)")
 
 
 def supervise(command: Sequence[str], processes: int, threads: int = 0, logs: Path | None = None) -> int:

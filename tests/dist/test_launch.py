@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 
 import pytest
@@ -192,6 +193,41 @@ def test_an_error_leaves_at_once_though_a_sum_is_under_way():
     with pytest.raises(RankFailed, match="the cause") as caught:
         run_ranks(2, work, free_port(), connect=False, timeout_s=20)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_rank_keeps_its_exception_and_the_others_say_one_line(culprit, tmp_path):
+    def work(rank, world_size, port):
+        as_torchrun(rank, world_size, port)
+        sys.stderr = (tmp_path / f"stderr-{rank}").open("w", encoding="utf-8")
+        try:
+            with launch.join(config(3), timeout_s=30):
+                if rank == culprit:
+                    raise KeyError("the cause")
+                dist.all_reduce(torch.ones(1))
+        except BaseException as error:
+            if rank == culprit:
+                dist.destroy_process_group()  # as the end of the process would
+            return type(error), launch._code_of(error)
+
+    results = run_ranks(3, work, free_port(), connect=False)
+    for rank, result in enumerate(results):
+        text = (tmp_path / f"stderr-{rank}").read_text(encoding="utf-8")
+        assert result == ((KeyError if rank == culprit else SystemExit), 1)
+        assert text == "" if rank == culprit else text.startswith(f"rank {rank} ends after the failure of another rank (")
+
+
+def test_a_request_that_all_refuse_is_refused_once_under_any_launcher():
+    def work(rank, world_size, port):
+        as_torchrun(rank, world_size, port)
+        try:
+            with launch.join(config(3), timeout_s=30):
+                raise UserError("a wrong wish")
+        except BaseException as error:
+            return type(error), launch._code_of(error)
+
+    results = run_ranks(3, work, free_port(), connect=False)
+    assert sorted(results, key=str) == sorted([(UserError, 2), (SystemExit, 2), (SystemExit, 2)], key=str)
 
 
 def test_exit_codes(capfd):
