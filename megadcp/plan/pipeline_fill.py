@@ -246,13 +246,13 @@ class Filling:
         low, high = -4 * THOUSAND, 2 * THOUSAND  # thousandths of the target that stay free
         share = np.zeros_like(room)
         for _ in range(14):
-            level = (low + high) / 2
-            share = np.minimum(np.maximum(0, room - (target * (level / THOUSAND)).astype(np.int64)) * group, most)
+            level = (low + high) // 2
+            share = np.minimum(np.maximum(0, room - target * level // THOUSAND) * group, most)
             if int(share.sum()) >= total:
                 low = level
             else:
                 high = level
-        share = np.minimum(np.maximum(0, room - (target * (low / THOUSAND)).astype(np.int64)) * group, most)
+        share = np.minimum(np.maximum(0, room - target * low // THOUSAND) * group, most)
         if int(share.sum()) < total:
             raise NoRoom
         ends = np.cumsum(share)

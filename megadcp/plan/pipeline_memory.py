@@ -54,8 +54,31 @@ class InFlight:
 
     def fits(self, levels: Sequence[str], layers: Sequence[int]) -> bool:
         """Whether every stage of every lane holds what is in flight."""
-        stored, passing = self.bytes(levels, layers)
-        return bool((peaks(self.on_lanes(stored), self.on_lanes(passing), self.costs.chunks).max(axis=1) <= self.budgets * SLACK).all())
+        stored, passing = (self.on_lanes(part) for part in self.bytes(levels, layers))
+        if self.costs.chunks == 1:
+            most = np.array([self._peak(stage, stored[:, stage], passing[:, stage]) for stage in range(self.costs.stages)])
+        else:
+            most = peaks(stored, passing, self.costs.chunks).max(axis=1)
+        return bool((most <= self.budgets * SLACK).all())
+
+    def _wide(self, stage: int) -> int:
+        """Most consecutive slots that a stage holds together (1F1B)."""
+        return min(self.costs.stages - stage, self.cells.slots)
+
+    def _windows(self, stage: int, stored: Floats) -> Floats:
+        """Sums over the slots that are in flight when a forward runs: [S + wide - 1, R], the last of them while backwards drain."""
+        wide = self._wide(stage)
+        none = np.zeros((wide, stored.shape[1]))
+        sums = np.cumsum(np.concatenate([none, stored, none[1:]]), axis=0)
+        held: Floats = sums[wide:] - sums[: len(sums) - wide]
+        return held
+
+    def _peak(self, stage: int, stored: Floats, passing: Floats) -> float:
+        """columns.peaks of one stage over all lanes: stored, passing [S, R]. Of a window, its first slot runs backward, its last forward."""
+        wide, slots = self._wide(stage), len(stored)
+        held = self._windows(stage, stored)
+        most = (held[:slots] + passing).max()
+        return float(max(most, (held[wide - 1 : wide - 1 + slots] + passing).max()))
 
     def bytes(self, levels: Sequence[str], layers: Sequence[int]) -> tuple[Floats, Floats]:
         """Stored and passing bytes of each cell on each stage, [p, n] each."""
@@ -72,28 +95,38 @@ class InFlight:
         stored = self.on_lanes(self.local * self.plain * costs.layers[:, None]) / costs.chunks
         passing = self.on_lanes(self.loss)
         share = np.ones((self.cells.slots, costs.stages, costs.lanes))
-        for stage, actions in enumerate(dense_actions(self.cells.slots, costs.stages, costs.chunks)):
-            held = np.zeros(costs.lanes)
-            open_: dict[int, int] = {}
-            for kind, slot, _ in actions:
-                if kind == FORWARD:
-                    held = held + stored[slot, stage]
-                    open_[slot] = open_.get(slot, 0) + 1
-                    free = self.budgets[stage] * room - transient - passing[slot, stage]
-                    if (held > free).any():
-                        allowed = np.where(held > free, np.maximum(free, 0.0) / np.maximum(held, 1.0), 1.0)
-                        for other in open_:
-                            np.minimum(share[other, stage], allowed, out=share[other, stage])
-                if kind == BACKWARD:
-                    held = held - stored[slot, stage]
-                    open_[slot] -= 1
-                    if not open_[slot]:
-                        del open_[slot]
+        for stage in range(costs.stages):
+            free = self.budgets[stage] * room - transient - passing[:, stage].max()
+            if costs.chunks == 1:
+                held = self._windows(stage, stored[:, stage])
+                allowed = np.minimum(1.0, max(free, 0.0) / np.maximum(held, 1.0))
+                for back in range(self._wide(stage)):
+                    np.minimum(share[:, stage], allowed[back : back + self.cells.slots], out=share[:, stage])
+            else:
+                self._walk(stage, stored[:, stage], free, share[:, stage])
         owner = self.cells.owner(costs.lanes)
         result = np.ones((costs.stages, len(self.local) + 1))
         for stage in range(costs.stages):
             np.minimum.at(result[stage], owner, share[:, stage])
         return result[:, :-1]
+
+    def _walk(self, stage: int, stored: Floats, free: float, share: Floats) -> None:
+        """Lower `share` [S, R] to what fits into `free` bytes, along the stage's list."""
+        held = np.zeros(self.costs.lanes)
+        together: dict[int, int] = {}  # chunks in flight of each slot
+        for kind, slot, _ in dense_actions(self.cells.slots, self.costs.stages, self.costs.chunks)[stage]:
+            if kind == FORWARD:
+                held = held + stored[slot]
+                together[slot] = together.get(slot, 0) + 1
+                if (held > free).any():
+                    allowed = np.minimum(1.0, max(free, 0.0) / np.maximum(held, 1.0))
+                    for other in together:
+                        np.minimum(share[other], allowed, out=share[other])
+            if kind == BACKWARD:
+                held = held - stored[slot]
+                together[slot] -= 1
+                if not together[slot]:
+                    del together[slot]
 
 
 def choose_recompute(costs: PipelineCosts, cells: Cells, priced: Priced) -> list[Recompute] | None:

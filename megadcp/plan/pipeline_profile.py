@@ -24,9 +24,9 @@ from megadcp.plan.pipeline_reshape import Slots, reshape
 ENOUGH = 2.5  # sum of shares after which a sequence need not be known
 FIRSTS = (0.6, 1.3)  # content of the first slot, in empty microbatches
 LASTS = (1.5, 2.8, 5.0, 9.0, 15.0)
-HIGH_LASTS = (25.0, 40.0, 65.0, 100.0)  # of slots that shrink from a high peak
+HIGH_LASTS = (*LASTS, 25.0, 40.0, 65.0, 100.0)  # of slots that shrink from a high peak
+FEW = 3  # refinements, and fewer: then half as many slopes are tried
 LEAST_SUM, MOST_SUM = 0.93, 1.2  # of shares before they are scaled to 1
-REFINEMENTS = 8  # of profiles that have no closed form
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Lane:
     chunks: int
     most: int
     cap: float = math.inf
+    refinements: int = 8  # of profiles that have no closed form
 
     @property
     def busiest(self) -> int:
@@ -74,10 +75,7 @@ NONE = Tall()
 
 def target(lane: Lane, tall: Tall = NONE) -> Floats | None:
     """Shares [S] of the slots of the best profile found; None when there is none."""
-    if lane.chunks > 1:
-        columns = _grouped(lane, tall)
-    else:
-        columns = _peaks(lane, tall) if tall.heights else _tents(lane)
+    columns = _grouped(lane, tall) if lane.chunks > 1 else _peaks(lane, tall) if tall.heights else _tents(lane)
     if not columns:
         return None
     best = _best(columns, lane, tall)
@@ -88,7 +86,7 @@ def target(lane: Lane, tall: Tall = NONE) -> Floats | None:
     least = np.zeros(len(shares))
     least[best.start : best.start + len(tall.heights)] = tall.middle
     slots = Slots(np.array(lane.fixed), shares * busiest, _ratios(best, lane, tall), least * busiest, np.maximum(lane.cap, shares) * busiest)
-    content, _ = reshape(slots, REFINEMENTS, lane.chunks)
+    content, _ = reshape(slots, lane.refinements, lane.chunks)
     refined: Floats = content / busiest
     return refined
 
@@ -121,7 +119,8 @@ def _best(columns: Sequence[Column], lane: Lane, tall: Tall) -> Column:
 def growth(fixed: Sequence[float], work: Sequence[float], first: float, slots: int, share: float, busy: int) -> list[float]:
     """Shares of slots that grow from `first` as fast as stage `busy` never waits for a forward (1F1B order), not falling.
 
-    From where they hold more than everything together they stay level. share: of forward in forward + backward; with that of backward instead, the sequence read backwards is how slots may shrink.
+    From where they hold more than everything together they stay level. share: of forward in forward + backward; with that of backward
+    instead, the sequence read backwards is how slots may shrink.
     """
     stages = len(fixed)
     ends = [[0.0] * slots for _ in range(stages)]  # of backwards, by stage and slot
@@ -214,9 +213,11 @@ def _peaks(lane: Lane, tall: Tall) -> list[Column]:
     """The tall slots at the peak, and on both sides slopes that hold what is left."""
     top, middle = tall.heights[0], tall.middle
     left = max(0.02, 1 - math.fsum(tall.heights))
-    ups, downs = _slopes(lane, (*LASTS, *HIGH_LASTS))
+    ups, downs = _slopes(lane, HIGH_LASTS[1::2] if lane.refinements <= FEW else HIGH_LASTS)
     fronts = [[min(one, lane.cap) for one in up if one < top / 1.1] for up in ups]
-    for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0):  # of what is left, in front of the peak: geometric, so that it adds up
+    for part in (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)[
+        :: 2 if lane.refinements <= FEW else 1
+    ]:  # of what is left, in front of the peak: geometric, so that it adds up
         fronts.append([min(one, lane.cap) for one in _geometric(top, part * left, lane.unit)])
     columns = []
     for front in fronts:
@@ -225,7 +226,8 @@ def _peaks(lane: Lane, tall: Tall) -> list[Column]:
             continue
         backs = [[min(one, lane.cap) for one in reversed(_geometric(top, max(0.0, rest), lane.unit))]]
         for down in downs:
-            back, so_far = [], 0.0
+            back: list[float] = []
+            so_far = 0.0
             while so_far < rest and len(back) < lane.most:
                 back.append(min(down[len(back)], top, lane.cap))
                 so_far += back[-1]
