@@ -120,7 +120,8 @@ class GradientBuckets:
         """Start a step: all sums zero, nothing under way."""
         self._wait()
         self._awaited = None
-        torch._foreach_zero_(self.flats)
+        for flat in self.flats:
+            flat.zero_()
         for view, parameter in zip(self._views, self.parameters, strict=True):
             # Of the same dtype the backward adds into the bucket by itself.
             parameter.grad = view if view.dtype == parameter.dtype else None

@@ -76,7 +76,8 @@ class ShardedParameters:
             for module in model.modules()
         ]
         read = [(module, needed) for module, needed in read if needed]
-        for (module, needed), (_, after) in zip(read, [*read[1:], (model, [])], strict=True):
+        for place, (module, needed) in enumerate(read):
+            after = read[place + 1][1] if place + 1 < len(read) else []
             self._hooks.append(module.register_forward_pre_hook(self._waiter([*needed, *after])))
 
     def _waiter(self, numbers: list[int]) -> Callable[[nn.Module, Any], None]:

@@ -118,7 +118,8 @@ def backward(run: Run, step: int, contribution: int, spoil: tuple[str, float] | 
             if spoil is not None and spoil[0] == name:
                 gradient.view(-1)[-1] = spoil[1]
             total = total + (parameter * gradient.to(parameter.dtype)).sum()
-    total.backward()
+    if total.requires_grad:
+        total.backward()
     return torch.tensor(1.5 * contribution - step, dtype=torch.float64)
 
 
