@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 
 import pytest
 import torch
@@ -184,16 +185,18 @@ def test_a_second_pool_leaks_nothing():
 
 
 def test_an_error_closes_the_pool_without_waiting():
-    """The pending sum of rank 0 will never be: close() must not wait for it."""
+    """Rank 0 has a sum under way that its partner, alive and elsewhere, will never join: close() must not wait for it."""
 
     def work(rank, world):
         with GroupPool(Mesh(2, 1, 2), rank, CPU) as pool:
             if rank == 0:
                 dist.all_reduce(torch.ones(1), group=pool.lanes.handle, async_op=True)
-            raise KeyError("after this")
+                raise KeyError("after this")
+            time.sleep(600)
 
-    with pytest.raises(RankFailed, match="after this"):
+    with pytest.raises(RankFailed, match="after this") as caught:
         run_ranks(4, work, timeout_s=10)
+    assert caught.value.rank == 0
 
 
 def test_a_wrong_world_is_refused():
