@@ -70,7 +70,7 @@ def check_rows(rows: Sequence[Row]) -> None:
     for other in counts:
         if other != common:
             members = [rank for rank, row in enumerate(rows) if (row.step, row.words) == other]
-            lines.append(f"{_ranks(members)} has step {other[0]}, hash {_hex(other[1])}")
+            lines.append(f"{_ranks(members)} {'has' if len(members) == 1 else 'have'} step {other[0]}, hash {_hex(other[1])}")
     raise PlanMismatch(
         f"the ranks' plans differ, nothing was run: {'; '.join(lines)}; the other {counts[common]} have step {common[0]}, hash {_hex(common[1])}. "
         "Each rank makes the plan by itself: code, settings and index files must be the same everywhere"

@@ -73,7 +73,7 @@ def test_every_layout_of_at_most_8_ranks(tp: int) -> None:
                     model = replace((DROPS, FEW, OTHER)[(number + len(cases)) % 3], layers=2 * pp + 1, tied=tied)
                     stages = (3, *[2] * (pp - 1))
                     cases.append(Case(tp, stages, lanes, chunks, sequence_parallel, model, seed=100 * number + len(cases)))
-        prove(*cases)
+        prove(*cases, plans=1)
 
 
 # ------------------------------------------------------------------------------------------------------ plans of one kind
