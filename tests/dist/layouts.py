@@ -23,7 +23,7 @@ from megadcp.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megadcp.data.batch import Pack, build_pack, split_for_lanes
+from megadcp.data.batch import Pack, lane_packs
 from megadcp.data.step_documents import IGNORE, StepDocuments
 from megadcp.engine.step import Engine, StepResult, run_step
 from megadcp.mesh.coords import Mesh
@@ -163,13 +163,10 @@ def random_plan(case: Case, seed: int, step: int = 5) -> StepPlan:
     return assemble_plan(case, made, step)
 
 
-def lane_packs(case: Case, plan: StepPlan, lane: int) -> list[Pack]:
+def packs_of(case: Case, plan: StepPlan, lane: int) -> list[Pack]:
     """What one lane has of its microbatches, in slot order."""
-    documents, packs = Documents(case.lengths, case.model.vocab, case.hide), []
-    for one in sorted(plan.microbatches, key=lambda one: one.slot):
-        if one.lane <= lane < one.lane + one.cp:
-            packs.append(split_for_lanes(build_pack(documents, documents.step(plan.step), one), one.cp)[lane - one.lane])
-    return packs
+    documents = Documents(case.lengths, case.model.vocab, case.hide)
+    return lane_packs(documents, documents.step(plan.step), plan, lane)
 
 
 # --------------------------------------------------------------------------------------------------------------- running
@@ -216,7 +213,7 @@ def run_on_rank(rank: int, world: int, cases: Sequence[tuple[Case, Sequence[Step
         for case, plans in cases:
             one = make_engine(case, rank, pool)
             for plan in plans:
-                results.append(outcome(case, one, run_step(one, plan, lane_packs(case, plan, pool.coords.lane), 0.1)))
+                results.append(outcome(case, one, run_step(one, plan, packs_of(case, plan, pool.coords.lane), 0.1)))
             one.gradients.close()
     return results
 
@@ -227,7 +224,7 @@ def run_alone(case: Case, step: int = 5) -> Outcome:
     made = [microbatch(case, (slot, 0, 1), [slot], Recompute()) for slot in range(len(case.lengths))]
     plan = assemble_plan(case, made, step)
     one = make_engine(case, 0, None)
-    return outcome(case, one, run_step(one, plan, lane_packs(case, plan, 0), 0.1))
+    return outcome(case, one, run_step(one, plan, packs_of(case, plan, 0), 0.1))
 
 
 def check_equal(found: Outcome, truth: Outcome, bound: float = 1e-10) -> float:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from layouts import MODEL, Case, Outcome, assemble_plan, check_equal, lane_packs, make_engine, microbatch, random_plan, run_alone, run_on_rank
+from layouts import MODEL, Case, Outcome, assemble_plan, check_equal, make_engine, microbatch, packs_of, random_plan, run_alone, run_on_rank
 from ranks import run_ranks
 
 from megadcp.engine.step import run_step
@@ -78,9 +78,13 @@ def test_every_layout_of_at_most_8_ranks(tp: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------ plans of one kind
 def composite(case: Case) -> StepPlan:
-    """Eight microbatches on four lanes: cp 1, 2, 4 in turn, every recompute level in turn, all lanes but one idle now and then."""
-    places = [(0, 0, 1), (0, 2, 2), (1, 0, 4), (2, 3, 1), (3, 0, 2), (4, 0, 4), (5, 1, 1), (6, 0, 4)]
-    return assemble_plan(case, [microbatch(case, place, [index], LEVELS[index % 4]) for index, place in enumerate(places)])
+    """Eight microbatches on four lanes: cp 4, 2, 1, 4, 4, 2 on lane 0, and on most slots a full recompute right before another group's turn."""
+    none, selective, mlp, full = LEVELS
+    chosen = [
+        ((0, 0, 4), full), ((1, 0, 2), full), ((1, 2, 2), mlp), ((2, 0, 1), full),
+        ((2, 2, 2), full), ((3, 0, 4), selective), ((4, 0, 4), full), ((5, 0, 2), none),
+    ]  # fmt: skip
+    return assemble_plan(case, [microbatch(case, place, [index], level) for index, (place, level) in enumerate(chosen)])
 
 
 def lopsided(case: Case) -> StepPlan:
@@ -103,9 +107,9 @@ def test_plans_of_one_kind(case: Case) -> None:
     for one in found[0]:
         check_equal(one, truth(case.alone()))
     ran = [[one.slots for one in rank] for rank in found]
-    assert ran[0] == [(0, 1, 3, 4, 6), (0, 2, 3, 5, 6), ()]
-    assert ran[2] == [(0, 1, 4, 6), (), ()]
-    assert ran[3] == [(0, 1, 2, 4, 6), (), tuple(range(8))]
+    assert ran[0] == [(0, 1, 2, 3, 4, 5), (0, 2, 3, 5, 6), ()]
+    assert ran[1] == [(0, 1, 3, 4, 5), (3,), ()]
+    assert ran[3] == [(0, 1, 2, 3, 4), (), tuple(range(8))]
     if case.world == 8:
         assert ran[4:] == ran[:4]  # the second stages of the same lanes
 
@@ -134,7 +138,7 @@ def test_one_target_in_all_the_step() -> None:
 def no_target(rank: int, world: int, case: Case) -> tuple[bool, str, bool]:
     with GroupPool(case.mesh, rank, torch.device("cpu")) as pool:
         one, plan = make_engine(case, rank, pool), random_plan(case, 0)
-        result = run_step(one, plan, lane_packs(case, plan, pool.coords.lane), 0.1)
+        result = run_step(one, plan, packs_of(case, plan, pool.coords.lane), 0.1)
         return result.updated, result.problem, math.isnan(result.loss)
 
 
@@ -151,7 +155,7 @@ def spoiled(rank: int, world: int, case: Case, culprit: int, value: float) -> li
         for step in range(2):
             if rank == culprit and step == 0:
                 hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
-            result = run_step(one, plan, lane_packs(case, plan, pool.coords.lane), 0.1)
+            result = run_step(one, plan, packs_of(case, plan, pool.coords.lane), 0.1)
             found.append((result.updated, result.problem, len(one.optimizer.rates)))  # type: ignore[attr-defined]
             if rank == culprit and step == 0:
                 hook.remove()

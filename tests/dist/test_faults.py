@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import CPU, MODEL, Case, lane_packs, make_engine, random_plan
+from layouts import CPU, MODEL, Case, make_engine, packs_of, random_plan
 from ranks import run_ranks
 from torch import Tensor
 
@@ -100,7 +100,7 @@ class Broken(RuntimeError):
 def two_steps(rank: int, case: Case, spoil: Callable[[Engine], None], timeout_s: float = 20.0) -> None:
     with GroupPool(case.mesh, rank, CPU, timeout_s=timeout_s) as pool:
         one, plan = make_engine(case, rank, pool), random_plan(case, 1)
-        packs = lane_packs(case, plan, pool.coords.lane)
+        packs = packs_of(case, plan, pool.coords.lane)
         run_step(one, plan, packs, 0.1)
         if rank == CULPRIT:
             spoil(one)
@@ -165,7 +165,7 @@ def other_plan(rank: int, world: int, how: str) -> tuple[str, str, bool]:
     case = CASE
     with GroupPool(case.mesh, rank, CPU) as pool:
         one, plan = make_engine(case, rank, pool), random_plan(case, 1)
-        packs, ran = lane_packs(case, plan, pool.coords.lane), []
+        packs, ran = packs_of(case, plan, pool.coords.lane), []
         one.model.register_forward_pre_hook(lambda module, inputs: ran.append(1))
         if rank == CULPRIT and how == "legal":
             plan = replace(plan, profile=replace(plan.profile, memory_bytes=2 * plan.profile.memory_bytes))
