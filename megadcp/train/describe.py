@@ -11,12 +11,19 @@ from megadcp.config.schema import Config
 from megadcp.data.step_documents import DocumentSource, ValidationSet
 from megadcp.data.tokenizer import Tokenizer
 from megadcp.nn.flops import flops, parameters
+from megadcp.plan.basis import stage_layers_from
+from megadcp.plan.step_plan import Layout
 from megadcp.train.log import flops_text, short
 from megadcp.train.schedule import describe_schedule
 
 
 def describe(
-    config: Config, device: torch.device, source: DocumentSource, held_out: Sequence[ValidationSet], tokenizer: Tokenizer | None
+    config: Config,
+    device: torch.device,
+    source: DocumentSource,
+    held_out: Sequence[ValidationSet],
+    tokenizer: Tokenizer | None,
+    layout: Layout,
 ) -> list[str]:
     """One line per decision."""
     return [
@@ -25,6 +32,7 @@ def describe(
         _tokenizer(config, tokenizer),
         *(f"data: {line}" for line in source.describe()),
         _validation(config, held_out),
+        *_layout(config, layout),
         _plan(config),
         describe_schedule(config.optim, config.run.steps, config.run.steps * config.data.tokens_per_step),
         _optimizer(config),
@@ -56,6 +64,18 @@ def _validation(config: Config, held_out: Sequence[ValidationSet]) -> str:
         return "validation: none (data.split and data.validation name no held-out documents)"
     every = f"every {config.run.validate_every:,} steps and at the end" if config.run.validate_every else "at the end"
     return f"validation: {', '.join(one.name for one in held_out)}; up to {config.run.validate_tokens:,} tokens each, {every}"
+
+
+def _layout(config: Config, layout: Layout) -> list[str]:
+    """How the ranks of several stand."""
+    if config.cluster.world == 1:
+        return []
+    pipeline = (
+        f", {layout.pp} stages of {', '.join(map(str, stage_layers_from(config.parallel, config.model.layers)))} layers" if layout.pp > 1 else ""
+    )
+    chunks = f" in {layout.virtual_stages} chunks each" if layout.virtual_stages > 1 else ""
+    tensor = f", tp {layout.tp}{' with sequence parallelism' if layout.sequence_parallel else ''}" if layout.tp > 1 else ""
+    return [f"layout: {config.cluster.world} ranks: {layout.lanes} lanes{tensor}{pipeline}{chunks}"]
 
 
 def _plan(config: Config) -> str:

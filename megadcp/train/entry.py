@@ -10,17 +10,20 @@ from __future__ import annotations
 import errno
 import json
 import re
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from megadcp.config.check import UserError, check, check_runnable
 from megadcp.config.run_file import differences, dump_run, load_run
 from megadcp.config.schema import Config
+from megadcp.plan.planner import planner_for
+from megadcp.train import launch
 
 FREE = (
-    "log.", "checkpoint.", "cluster.", "hardware.", "plan.", "data.cache", "data.prepare.",
+    "log.", "checkpoint.", "cluster.", "parallel.", "hardware.", "plan.", "data.cache", "data.prepare.",
     "run.name", "run.folder", "run.validate_", "run.sample_",
 )  # fmt: skip
 LOCK = ".lock"
@@ -29,23 +32,54 @@ LOCK = ".lock"
 def start(config: Config) -> int:
     """Start or resume the run that `config` names, or show its result when it is finished. Returns the exit code.
 
+    As one of the ranks that torchrun or srun started, take part in it; alone, start as many ranks on this machine as the config asks for.
+
     Raises:
-        UserError: this version can't train it, or the run folder holds another run.
+        UserError: this version can't train it, the run folder holds another run, or the ranks are not those that the config asks for.
     """
     check(config)
     check_runnable(config)
+    planner_for(config)  # what can't be planned is refused here, not by every rank
     folder = Path(config.run.folder) / config.run.name
-    if _exists(folder, config):
-        changed = changes(folder, config)
-        if finished(folder, config) and "run.steps" not in changed:
-            return _show(folder)
-    _prepare(config)
-    _make(folder)
-    with _only_process(folder):
-        _freeze(folder, config)
+    if launch.place().by:
+        return _as_rank(config, folder)
+    if config.cluster.world > 1 and config.cluster.nodes > 1:
+        launch.join(config)  # says how several nodes are started
+    with ExitStack() as held:
+        if not _open(folder, config, held):
+            return 0
+        if config.cluster.world > 1:
+            from megadcp.train.supervise import supervise
+
+            command = [sys.executable, "-m", "megadcp.train.rank", str(folder)]
+            return supervise(command, config.cluster.processes, config.cluster.threads, folder / "ranks")
         from megadcp.train.loop import train  # torch: a second late, so only when there is something to train
 
         return train(config, folder)
+
+
+def _as_rank(config: Config, folder: Path) -> int:
+    """One of several ranks that somebody else started; rank 0 opens the run, the others wait for it."""
+    with launch.join(config) as world, ExitStack() as held:
+        if not world.first(lambda: _open(folder, config, held)):
+            return 0
+        from megadcp.train.loop import train
+
+        return train(config, folder, world)
+
+
+def _open(folder: Path, config: Config, held: ExitStack) -> bool:
+    """Prepare data and folder, which is kept for this process until `held` is closed; False: the run is finished, and was shown."""
+    if _exists(folder, config):
+        changed = changes(folder, config)
+        if finished(folder, config) and "run.steps" not in changed:
+            _show(folder)
+            return False
+    _prepare(config)
+    _make(folder)
+    held.enter_context(_only_process(folder))
+    _freeze(folder, config)
+    return True
 
 
 def finished(folder: Path, config: Config) -> bool:
@@ -140,11 +174,10 @@ def _freeze(folder: Path, config: Config) -> None:
     _say(f"run {name}: going on in {folder}")
 
 
-def _show(folder: Path) -> int:
+def _show(folder: Path) -> None:
     from megadcp.train.finish import show_result
 
     show_result(folder, _say)
-    return 0
 
 
 def _make(folder: Path) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
 
-from megadcp.data.batch import build_pack
+from megadcp.data.batch import lane_packs
 from megadcp.data.step_documents import DocumentSource, StepDocuments, ValidationSet
-from megadcp.engine.placement import Placement
-from megadcp.engine.step import count_targets, to_device
+from megadcp.engine.lane import run_lane
+from megadcp.engine.measure import Stopwatch
+from megadcp.engine.step import Engine, prepare
 from megadcp.nn.backend import IGNORE
+from megadcp.parallel.collectives import all_reduce
 from megadcp.plan.step_plan import StepPlan
 
 PlanFor = Callable[[StepDocuments], StepPlan]
@@ -33,22 +34,28 @@ class Validation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, held_out: ValidationSet, plan_for: PlanFor, max_tokens: int, device: torch.device) -> Validation:
-    """Sum of the token losses / their number, over as many whole documents of the set as `max_tokens` hold. The same planner packs them."""
+def evaluate(engine: Engine, held_out: ValidationSet, plan_for: PlanFor, max_tokens: int) -> Validation:
+    """Sum of the token losses / their number, over as many whole documents of the set as `max_tokens` hold.
+
+    The same planner packs them, and the same ranks run them: all of them call it, and get the same.
+    """
     begin = time.perf_counter()
     documents = held_out.documents(max_tokens)
     plan = plan_for(documents)
-    was_training = model.training
-    model.eval()
+    packs = lane_packs(held_out, documents, plan, engine.coords.lane)
+    shares, targets = prepare(engine, plan, packs)
+    was_training = engine.model.training
+    engine.model.eval()
     try:
-        losses, targets = [], 0
-        for microbatch in plan.microbatches:
-            pack = build_pack(held_out, documents, microbatch)
-            targets += count_targets(pack)
-            losses.append(model(to_device(pack, device), Placement.of(plan.step, microbatch)))
-        loss_sum = float(torch.stack(losses).double().sum())
+        losses = run_lane(engine, plan, shares, Stopwatch(engine.device), backward=False)
     finally:
-        model.train(was_training)
+        engine.model.train(was_training)
+    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    if losses and engine.coords.tp == 0:  # every tp rank of the last stage has the same
+        total += torch.stack(losses).double().sum()
+    if engine.pool is not None:
+        all_reduce(total, engine.pool.world)
+    loss_sum = float(total)
     return Validation(held_out.name, loss_sum / targets if targets else float("nan"), targets, time.perf_counter() - begin)
 
 

@@ -8,20 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megadcp.config.check import UserError
 from megadcp.config.schema import Config
 from megadcp.data.corpus import open_train_sources
 from megadcp.data.pictures import curve_svg, length_histogram_svg
 from megadcp.data.tokenizer import Tokenizer
+from megadcp.nn.flops import parameters
+from megadcp.nn.gpt import GPT
+from megadcp.train.checkpoint import Checkpoint
 from megadcp.train.log import duration, short
 from megadcp.train.metrics import read_metrics
 from megadcp.train.run_folder import RunFolder, write_json, write_text
 from megadcp.train.sample import Sampling, generate
-from megadcp.train.state import TrainState, weights
+from megadcp.train.state import TrainState, build_model, load_weights
 
 CURVE_POINTS = 400  # more steps than that are averaged in groups
 DRAWN_DOCUMENTS = 10_000_000  # of more, every n-th is drawn
+WHOLE_PARAMETERS = 500_000_000  # of a model that rank 0 puts together for a sample
 LAST_STEPS = 20  # the training loss people are told is their mean: a single step is noisy
 Say = Callable[[str], None]
 
@@ -54,14 +59,24 @@ def document_lengths(config: Config) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def write_sample(run: RunFolder, state: TrainState, tokenizer: Tokenizer) -> str:
+def whole_model(state: TrainState, saved: Checkpoint | None) -> GPT | None:
+    """The model in one piece: the state's own, or one read from the newest checkpoint where each rank has a share; None if it is too large."""
+    if state.pool is None:
+        return state.model
+    if saved is None or parameters(state.config.model) > WHOLE_PARAMETERS:
+        return None
+    model = build_model(state.config, torch.device("cpu"), next(state.model.parameters()).dtype)
+    load_weights(model, saved.tensors("model"))
+    return model
+
+
+def write_sample(run: RunFolder, config: Config, model: GPT, tokenizer: Tokenizer) -> str:
     """sample.txt: the prompt and what the model makes of it, greedy and sampled. Returns the sampled text."""
-    config = state.config
     prompt = tokenizer.encode(config.run.sample_prompt)
     texts = []
     for title, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
         sampling = Sampling(tokens=config.run.sample_tokens, temperature=temperature, top_p=0.95, seed=config.run.seed)
-        made = [token for token in generate(state.model, prompt, sampling, tokenizer.vocab_size, tokenizer.eod) if token != tokenizer.eod]
+        made = [token for token in generate(model, prompt, sampling, tokenizer.vocab_size, tokenizer.eod) if token != tokenizer.eod]
         texts.append((title, tokenizer.decode([*prompt, *made])))
     write_text(run.sample, "".join(f"--- {title} ---\n{text}\n" for title, text in texts))
     return texts[-1][1]
@@ -81,7 +96,7 @@ def write_result(run: RunFolder, state: TrainState, entropy: dict[str, float], s
             "tokens": state.progress.tokens,
             "documents": state.progress.documents,
             "skipped": state.progress.skipped,
-            "parameters": sum(tensor.numel() for tensor in weights(state.model).values()),
+            "parameters": parameters(state.config.model),
             "final_loss": losses[-1] if losses else None,
             "mean_loss_of_last_steps": sum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]) if losses else None,
             "validation_loss": {row["name"]: row["validation_loss"] for row in rows if "validation_loss" in row},  # the last of each set

@@ -44,6 +44,19 @@ class PlainConsole:
         """Nothing to do."""
 
 
+class SilentConsole:
+    """Nothing: of several ranks only the first one speaks."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def progress(self, step: int, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
 class RichConsole:
     """Lines with a progress bar below them, for terminals."""
 
@@ -94,10 +107,12 @@ class StepLog:
     def row(self, progress: Progress, loaded: LoadedStep, result: StepResult, lr: float, timing: Timing) -> dict[str, Any]:
         """The row of one step (metrics.py explains its keys)."""
         lengths = loaded.documents.lengths.tolist()
-        real, run = sum(lengths), sum(len(pack.tokens) for pack in loaded.packs)
-        tflops = self.flops(lengths) / timing.seconds / 1e12
-        levels = Counter(one.recompute.level for one in loaded.plan.microbatches)
-        predicted, measured = loaded.plan.predicted.seconds, result.measured_seconds
+        plan = loaded.plan
+        real, run = sum(lengths), sum(one.tokens for one in plan.microbatches)
+        tflops = self.flops(lengths) / timing.seconds / 1e12 / self.config.cluster.world
+        levels = Counter(one.recompute.level for one in plan.microbatches)
+        sizes = Counter(one.cp for one in plan.microbatches)
+        predicted, measured = plan.predicted.seconds, result.measured_seconds
         self._recent.append((real, timing.seconds, timing.data_seconds, loaded.wait_seconds, predicted, measured))
         return {
             "step": progress.step,
@@ -119,7 +134,8 @@ class StepLog:
             "update_seconds": result.update_seconds,
             "seconds": timing.seconds,
             "targets": result.targets,
-            "microbatches": len(loaded.plan.microbatches),
+            "microbatches": len(plan.microbatches),
+            "cp": {str(size): sizes[size] for size in sorted(sizes)},
             "recompute": dict(levels),
             "measured": [[one.slot, round(one.seconds, 6), one.bytes] for one in result.microbatches],
             "skipped": not result.updated,
@@ -146,6 +162,7 @@ class StepLog:
             f"wait {1000 * wait / len(self._recent):.1f} ms",
             f"pred/meas {predicted / measured:.2f}" if measured else "pred/meas -",
             f"pad {100 * row['padded_share']:.1f}%",
+            *(["cp " + " ".join(f"{size}:{count}" for size, count in row["cp"].items())] if self.config.cluster.world > 1 else []),
             "rc " + " ".join(f"{level}:{100 * share:.0f}%" for level, share in levels.items()),
             f"eta {duration(seconds / len(self._recent) * (total - row['step']))}",
         ]

@@ -1,5 +1,7 @@
 """The life of a run: open the data, go on where its folder stops, train, validate, save, finish.
 
+With several ranks all of them run it; rank 0 alone speaks and writes, and what it decides from files the others are told.
+
 Exit codes: 0 finished; 1 failed (too many bad steps in a row, a checkpoint that can't be written); 2 the request is wrong (UserError, raised
 to the caller); 75 stopped by SIGINT or SIGTERM after saving: the same command goes on.
 """
@@ -9,10 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -25,7 +28,9 @@ from megadcp.data.order import open_training, open_validation
 from megadcp.data.step_documents import DocumentSource, StepDocuments, ValidationSet
 from megadcp.data.tokenizer import Tokenizer, open_tokenizer
 from megadcp.engine.step import run_step
+from megadcp.mesh.groups import GroupPool
 from megadcp.nn.flops import flops
+from megadcp.parallel.collectives import all_reduce
 from megadcp.plan.ahead import PlanWorker, PlanWorkerDied
 from megadcp.plan.plan_file import PLAIN_DOES, PlanWriter, need_zstandard, plans_file
 from megadcp.plan.planner import planner_for
@@ -33,15 +38,17 @@ from megadcp.plan.step_plan import StepPlan
 from megadcp.train import checkpoint
 from megadcp.train.describe import describe
 from megadcp.train.evaluate import count_targets_of_training, evaluate, unigram_entropy, validation_line
-from megadcp.train.finish import draw, show_result, write_result, write_sample
-from megadcp.train.log import Console, StepLog, Timing, open_console
-from megadcp.train.metrics import MetricsFile
+from megadcp.train.finish import draw, show_result, whole_model, write_result, write_sample
+from megadcp.train.launch import World
+from megadcp.train.log import Console, SilentConsole, StepLog, Timing, open_console
+from megadcp.train.metrics import Metrics, MetricsFile, NoMetrics
 from megadcp.train.run_folder import RunFolder
 from megadcp.train.schedule import learning_rate
 from megadcp.train.signals import StopRequest
 from megadcp.train.state import TrainState, choose_device, new_state, seed_random
 
 FINISHED, FAILED, STOPPED = 0, 1, 75
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -57,36 +64,69 @@ class _Run:
     worker: PlanWorker | None
     tokenizer: Tokenizer | None
     state: TrainState
-    metrics: MetricsFile
+    metrics: Metrics
     plans: Path
+    world: World | None
     saved_step: int = -1
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that speaks and writes."""
+        return self.world is None or self.world.rank == 0
 
-def train(config: Config, folder: Path | str) -> int:
-    """Train until run.steps are done, from wherever the run folder stops; returns the exit code. No other process may train in it."""
+
+def train(config: Config, folder: Path | str, world: World | None = None) -> int:
+    """Train until run.steps are done, from wherever the run folder stops; returns the exit code. No other run may train in it.
+
+    With a world all its ranks call it, and rank 0 alone speaks and writes.
+    """
     run_folder = RunFolder(folder)
-    run_folder.path.mkdir(parents=True, exist_ok=True)
-    with _console(config) as console, _threads(config.cluster.threads), StopRequest() as stop, PlanWorker(config, console.say) as worker:
-        run = _open(config, run_folder, console, worker if config.plan.worker == "process" and config.plan.ahead else None)
+    leads = world is None or world.rank == 0
+    _first(world, lambda: run_folder.path.mkdir(parents=True, exist_ok=True))
+    with (
+        _console(config, leads) as console,
+        _threads(config.cluster.threads),
+        StopRequest() as stop,
+        PlanWorker(config, console.say) as worker,
+        _pool(config, world) as pool,
+    ):
+        run = _open(config, run_folder, console, worker if config.plan.worker == "process" and config.plan.ahead else None, world, pool)
         try:
             code = _steps(run, stop)
             if code == FINISHED:
                 _finish(run)
         except (OSError, checkpoint.CheckpointError, PlanWorkerDied) as error:
+            if world is not None and world.world_size > 1:
+                raise  # the other ranks wait for this one: it has to go
             console.say(f"FAILED after step {run.state.progress.step}: {error}")
             return FAILED
         finally:
             run.metrics.close()
-    if code == FINISHED:
+    if code == FINISHED and leads:
         show_result(run_folder.path, print)
     return code
 
 
+def _first(world: World | None, action: Callable[[], Value]) -> Value:
+    """action() on rank 0; all ranks get what it returns."""
+    return action() if world is None else world.first(action)
+
+
+@contextmanager
+def _pool(config: Config, world: World | None) -> Iterator[GroupPool | None]:
+    """All process groups of the run; None for a process that runs alone."""
+    if world is None or world.world_size == 1:
+        yield None
+        return
+    with GroupPool(world.mesh, world.rank, world.device, config.parallel.max_cp, overlap=True) as pool:
+        yield pool
+
+
 # ----------------------------------------------------------------------------------------------------------------- open
-def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorker | None) -> _Run:
+def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorker | None, world: World | None, pool: GroupPool | None) -> _Run:
     if config.plan.compress:
         need_zstandard(PLAIN_DOES)  # refused before anything is done
-    device = choose_device(config)
+    device = choose_device(config) if world is None else world.device
     tokenizer = open_tokenizer(config.data.tokenizer.kind, config.data.tokenizer.path) if _names_tokenizer(config) else None
     if tokenizer is not None and tokenizer.vocab_size > config.model.vocab:
         raise UserError(
@@ -94,7 +134,7 @@ def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorke
         )
     refuse_other_tokenizers(config.data, None if tokenizer is None else tokenizer.fingerprint)
     source = open_training(config.data, config.run.steps)
-    source.build()  # now, not in the middle of a step
+    _first(world, source.build)  # now, not in the middle of a step
     held_out = open_validation(config.data)
     planner = planner_for(config)
 
@@ -103,14 +143,19 @@ def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorke
 
     if worker is not None:
         worker.start()  # it is ready by the time the model is
-    state = new_state(config, device, source.fingerprint, tokenizer.fingerprint if tokenizer else "")
-    for line in describe(config, device, source, held_out, tokenizer):
+    state = new_state(config, device, source.fingerprint, tokenizer.fingerprint if tokenizer else "", pool)
+    for line in describe(config, device, source, held_out, tokenizer, planner.basis.layout):
         console.say(line)
-    found = checkpoint.newest(folder, console.say, repair=True)
+    found = _first(world, lambda: checkpoint.newest(folder, console.say, repair=True))
     last_step = 0 if found is None else found.step
-    plans = plans_file(folder.path, config.plan.compress, last_step, console.say)
-    metrics = MetricsFile(folder.metrics, last_step, console.say)
-    run = _Run(config, folder, console, source, held_out, plan_for, worker, tokenizer, state, metrics, plans)
+    plans = _first(world, lambda: plans_file(folder.path, config.plan.compress, last_step, console.say))
+    metrics: Metrics
+    if world is None or world.rank == 0:
+        metrics = MetricsFile(folder.metrics, last_step, console.say)
+        _first(world, lambda: metrics.validated)
+    else:
+        metrics = NoMetrics(_first(world, lambda: set()))
+    run = _Run(config, folder, console, source, held_out, plan_for, worker, tokenizer, state, metrics, plans, world)
     if found is not None:
         state.load(found)
         run.saved_step = found.step
@@ -138,8 +183,8 @@ def _say_resumed(run: _Run, found: checkpoint.Checkpoint) -> None:
 
 
 @contextmanager
-def _console(config: Config) -> Iterator[Console]:
-    console = open_console(config.log, config.run.steps)
+def _console(config: Config, leads: bool) -> Iterator[Console]:
+    console = open_console(config.log, config.run.steps) if leads else SilentConsole()
     try:
         yield console
     finally:
@@ -166,12 +211,15 @@ def _steps(run: _Run, stop: StopRequest) -> int:
         return FINISHED
     run.folder.result.unlink(missing_ok=True)  # it told of fewer steps
     log = StepLog(config, partial(flops, config.model), None if state.device.type == "cpu" else config.hardware.peak_flops)
-    loader = StepLoader(run.source, run.worker or run.plan_for, state.progress.step, config.run.steps, config.plan.ahead)
-    with loader, PlanWriter(run.plans, state.progress.step, run.console.say) as plans:
+    engine = state.engine
+    lane, lanes = engine.coords.lane, engine.mesh.lanes
+    loader = StepLoader(run.source, run.worker or run.plan_for, state.progress.step, config.run.steps, config.plan.ahead, lane, lanes)
+    with loader, PlanWriter(run.plans, state.progress.step, run.console.say) if run.leads else nullcontext() as plans:
         begin = time.perf_counter()
         for loaded in loader:
             data_seconds = time.perf_counter() - begin
-            plans.append(loaded.plan, loaded.record)
+            if plans is not None:
+                plans.append(loaded.plan, loaded.record)
             row = _one_step(run, loaded, log, begin, data_seconds)
             run.metrics.write(row)
             step = state.progress.step
@@ -181,12 +229,15 @@ def _steps(run: _Run, stop: StopRequest) -> int:
             if state.progress.skipped_in_a_row >= config.optim.max_skipped:
                 run.console.say(_too_many_skipped(run))
                 return FAILED
-            if stop or step == config.run.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            stopping = _agreed(run, bool(stop))
+            if stopping or step == config.run.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 _save(run)
-            _validate_if_due(run, stop)
-            if stop:
-                run.console.say(f"stopped by {stop.name} after step {step:,}, saved; the same command goes on from here")
+            if stopping:
+                run.console.say(
+                    f"stopped by {stop.name or 'a signal to another rank'} after step {step:,}, saved; the same command goes on from here"
+                )
                 return STOPPED
+            _validate_if_due(run)
             begin = time.perf_counter()
     return FINISHED
 
@@ -206,9 +257,17 @@ def _one_step(run: _Run, loaded: LoadedStep, log: StepLog, begin: float, data_se
     return log.row(progress, loaded, result, lr, Timing(time.perf_counter() - begin, data_seconds))
 
 
+def _agreed(run: _Run, wanted: bool) -> bool:
+    """Whether any rank wants it: a signal may have reached some of them only, or this one a step later."""
+    if run.state.pool is None:
+        return wanted
+    flag = torch.tensor(int(wanted), dtype=torch.int32, device=run.state.device)
+    return bool(all_reduce(flag, run.state.pool.world, "max").item())
+
+
 def _check_tokens(loaded: LoadedStep, vocab: int) -> None:
     """A token that the model has no row for: on a GPU it would be a crash without a name."""
-    largest = max(int(pack.tokens.max()) for pack in loaded.packs)
+    largest = max((int(pack.tokens.max()) for pack in loaded.packs), default=0)
     if largest >= vocab:
         raise UserError(f"the data has token {largest}, but model.vocab={vocab}; take the vocabulary of the tokenizer that made the data")
 
@@ -227,22 +286,23 @@ def _save(run: _Run) -> None:
         return
     begin = time.perf_counter()
     run.metrics.sync()
-    path = checkpoint.save(run.folder, step, run.state.tensors(), run.state.meta(), run.config.checkpoint.keep_last)
+    tensors, meta = run.state.tensors(), run.state.meta()
+    path = _first(run.world, lambda: checkpoint.save(run.folder, step, tensors, meta, run.config.checkpoint.keep_last))
     run.saved_step = step
     run.console.say(f"saved {path} ({time.perf_counter() - begin:.1f} s)")
 
 
-def _validate_if_due(run: _Run, stop: StopRequest | None = None) -> None:
-    """Validate every set that is due at this step and has no row yet. Not when asked to stop: the run does it when it goes on."""
+def _validate_if_due(run: _Run) -> None:
+    """Validate every set that is due at this step and has no row yet."""
     config, step = run.config, run.state.progress.step
     every = config.run.validate_every
     due = step == config.run.steps or (every and step and step % every == 0)
-    if not due or stop:
+    if not due:
         return
     results = []
     for held_out in run.held_out:
         if (step, held_out.name) not in run.metrics.validated:
-            one = evaluate(run.state.model, held_out, run.plan_for, config.run.validate_tokens, run.state.device)
+            one = evaluate(run.state.engine, held_out, run.plan_for, config.run.validate_tokens)
             row = {"step": step, "validation_loss": one.loss, "name": one.name, "targets": one.targets, "seconds": one.seconds}
             run.metrics.write(row)
             results.append(one)
@@ -253,6 +313,10 @@ def _validate_if_due(run: _Run, stop: StopRequest | None = None) -> None:
 # --------------------------------------------------------------------------------------------------------------- finish
 def _finish(run: _Run) -> None:
     """Everything after the last step. A run that dies in here does it again when it is called again."""
+    _first(run.world, lambda: _leave_results(run))
+
+
+def _leave_results(run: _Run) -> None:
     config = run.config
     entropy: dict[str, float] = {}
     if run.held_out:
@@ -262,5 +326,9 @@ def _finish(run: _Run) -> None:
     draw(run.folder, config)
     sample = ""
     if config.run.sample_prompt and run.tokenizer is not None:
-        sample = write_sample(run.folder, run.state, run.tokenizer)
+        model = whole_model(run.state, checkpoint.newest(run.folder, run.console.say))
+        if model is None:
+            run.console.say("the sample is left out: the model is spread over ranks and too large for one; tools/generate.py writes one")
+        else:
+            sample = write_sample(run.folder, config, model, run.tokenizer)
     write_result(run.folder, run.state, entropy, sample)

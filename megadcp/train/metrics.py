@@ -5,15 +5,15 @@ Keys of a step's row, with units (docs and outside tools rely on them):
   tokens, documents real tokens and documents of the whole run so far
   loss              mean token loss of the step's global batch, nats; grad_norm: global norm before clipping; lr: the rate it was applied with
   tokens_per_second real tokens of the step / `seconds`; padded_share: padding / all tokens run
-  tflops, mfu       model FLOPs (real lengths, no recompute) / `seconds`, in 1e12; their share of the peak, null when no peak is known
-  memory_bytes      GPU: largest allocation during the step; CPU: resident set of the process after a forward
+  tflops, mfu       model FLOPs of one rank (real lengths, no recompute) / `seconds`, in 1e12; their share of the peak, null when none is known
+  memory_bytes      of the first rank. GPU: largest allocation during the step; CPU: resident set of the process after a forward
   data_seconds      waited for data, plan included; wait_seconds: the part of it in which the plan was not ready
   plan_seconds      planning, in the background
   predicted_seconds, measured_seconds   forward and backward of all microbatches; update_seconds: clip and optimizer
   seconds           from the end of the step before to the end of this one, without saving and validating
   targets           tokens whose loss counts; skipped: true when the step was not applied, then `problem` says why
-  microbatches, recompute   their number, and how many of them at each recompute level
-  measured          [slot, seconds, bytes] of each microbatch; what was predicted stands in plans.jsonl
+  microbatches, cp, recompute   their number, and how many of them in groups of each size, at each recompute level
+  measured          [slot, seconds, bytes] of the first rank's microbatches; what was predicted stands in plans.jsonl
 A validation's row: step, validation_loss, name, targets, seconds.
 """
 
@@ -23,9 +23,42 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megadcp.train.run_folder import finite, write_text
+
+
+class Metrics(Protocol):
+    """Where rows go. validated: (step, set) of the validations that have a row."""
+
+    validated: set[tuple[int, str]]
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Keep a row."""
+
+    def sync(self) -> None:
+        """Put what was written on the disk."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+class NoMetrics:
+    """Of several ranks only the first one writes; the others know which validations have a row, so that all validate together."""
+
+    def __init__(self, validated: set[tuple[int, str]]) -> None:
+        self.validated = validated
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Remember a validation."""
+        if "validation_loss" in row:
+            self.validated.add((int(row["step"]), str(row.get("name", ""))))
+
+    def sync(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class MetricsFile:

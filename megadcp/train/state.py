@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megadcp.backends.torch_backend import TorchBackend
+from megadcp.backends.torch_sharded import torch_backend
 from megadcp.config.check import UserError
 from megadcp.config.run_file import to_dict
 from megadcp.config.schema import Config
 from megadcp.engine.step import Engine
+from megadcp.mesh.groups import GroupPool
 from megadcp.nn.gpt import GPT
+from megadcp.nn.part import parts_of
+from megadcp.parallel.assemble import fill, weight_pieces, whole_shapes, whole_tensors
 from megadcp.parallel.gradients import GradientBuffers
+from megadcp.plan.basis import stage_layers_from
 from megadcp.train.checkpoint import Checkpoint, CheckpointError, require_match
 from megadcp.train.optim import Optimizer
 
@@ -38,7 +42,10 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The model, its optimizer and how far they are. `order` and `tokenizer` are fingerprints of the data ("" is unknown)."""
+    """The model (or this rank's share of it), its optimizer and how far they are.
+
+    `order` and `tokenizer` are fingerprints of the data ("" is unknown). pool: the groups of all ranks; None: this process runs alone.
+    """
 
     config: Config
     device: torch.device
@@ -48,15 +55,25 @@ class TrainState:
     progress: Progress
     order: str = ""
     tokenizer: str = ""
+    pool: GroupPool | None = None
 
     @property
     def engine(self) -> Engine:
         """What the engine needs of it."""
-        return Engine(self.model, self.gradients, self.optimizer, self.device, self.config.optim.clip_norm)
+        return Engine(self.model, self.gradients, self.optimizer, self.device, self.config.optim.clip_norm, self.pool)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors to save, by file and name."""
-        return {"model": weights(self.model), "optimizer": self.optimizer.tensors()}
+        """What to save, by file and name. On one rank the live tensors; with several all of them call it, and rank 0 gets whole tensors."""
+        self.optimizer.wait()
+        return {"model": whole_tensors(weight_pieces(self.model), self.pool, self._tied), "optimizer": self.optimizer.tensors()}
+
+    def shapes(self) -> dict[str, dict[str, Tensor]]:
+        """The names of `tensors` with meta tensors, on every rank. All ranks call it."""
+        return {"model": whole_shapes(weight_pieces(self.model), self.pool, self._tied), "optimizer": self.optimizer.shapes()}
+
+    @property
+    def _tied(self) -> bool:
+        return self.config.model.tied
 
     def meta(self) -> dict[str, Any]:
         """The rest, as JSON values."""
@@ -82,33 +99,40 @@ class TrainState:
                     f"{checkpoint.path} was trained with other data: {what} has changed (fingerprint {str(meta[key])[:12]}, now {here[:12]}); "
                     "put the data settings and files back, or start a new run with another run.name"
                 )
-        for name, tensors in self.tensors().items():
+        for name, tensors in self.shapes().items():
             require_match(tensors, found[name], checkpoint.path / f"{name}.safetensors")
         counters: dict[str, Any] = {name: meta.get(name) for name in (*(item.name for item in fields(Progress)), "updates")}
         for key, value in counters.items():
             if type(value) is not int or value < 0:
                 raise CheckpointError(f"{checkpoint.path}/meta.json: {key} is {value!r}, expected a whole number")
-        load_weights(self.model, found["model"])
+        self.optimizer.wait()
+        fill(weight_pieces(self.model), found["model"], self._tied)
         self.optimizer.load(found["optimizer"], counters.pop("updates"))
         self.progress = Progress(**counters)
         restore_random_states(meta.get("random"), self.device, str(checkpoint.path))
 
 
-def new_state(config: Config, device: torch.device, order: str = "", tokenizer: str = "") -> TrainState:
-    """The state of a run before its first step. Initial weights depend on run.seed alone; masters keep them unrounded."""
+def new_state(config: Config, device: torch.device, order: str = "", tokenizer: str = "", pool: GroupPool | None = None) -> TrainState:
+    """The state of a run before its first step. Initial weights depend on run.seed alone; masters keep them unrounded.
+
+    With a pool all ranks call it, and each gets its share of the model.
+    """
     dtype = model_dtype(config)
-    model = build_model(config, device, dtype)
+    model = build_model(config, device, dtype, pool)
     masters: Mapping[str, Tensor] = {}
     if dtype != torch.float32:
-        masters = weights(build_model(config, device, torch.float32))
-    gradients = GradientBuffers(model.named_parameters())
-    optimizer = Optimizer(model, gradients, TorchBackend(dtype, device), config.optim, masters)
-    return TrainState(config, device, model, optimizer, gradients, Progress(), order, tokenizer)
+        masters = weights(build_model(config, device, torch.float32, pool))
+    gradients = GradientBuffers(model.named_parameters(), pool, config.model.tied)
+    optimizer = Optimizer(model, gradients, torch_backend(dtype, device), config.optim, masters)
+    return TrainState(config, device, model, optimizer, gradients, Progress(), order, tokenizer, pool)
 
 
-def build_model(config: Config, device: torch.device, dtype: torch.dtype) -> GPT:
-    """The model with its initial weights."""
-    return GPT(config.model, TorchBackend(dtype, device), config.run.seed, int(config.hardware.loss_chunk))
+def build_model(config: Config, device: torch.device, dtype: torch.dtype, pool: GroupPool | None = None) -> GPT:
+    """The model with its initial weights; with a pool this rank's share of it."""
+    parallel = config.parallel
+    tp = None if pool is None else pool.tp
+    part = parts_of(stage_layers_from(parallel, config.model.layers), parallel.virtual_stages)[pool.coords.pp] if pool is not None else None
+    return GPT(config.model, torch_backend(dtype, device, tp, parallel.sequence_parallel), config.run.seed, int(config.hardware.loss_chunk), part)
 
 
 def model_dtype(config: Config) -> torch.dtype:

@@ -207,7 +207,7 @@ def test_sweeps_from_an_experiment(call: Call, tmp_path: Path) -> None:
     ("arguments", "part"),
     [
         (["+model.foo=1"], "model.foo is not a setting"),
-        (["experiment=gpt_8b_h200"], "this version trains on one rank"),
+        (["experiment=gpt_8b_h200"], "this version trains in fp32 or bf16"),
         (["optim.warmup_steps=900"], "optim.warmup_steps=900"),
     ],
 )

@@ -71,7 +71,10 @@ def test_large_experiments_compose_but_do_not_train_here(name: str, tp: int, pp:
     assert (config.parallel.tp, config.parallel.pp, config.precision.format) == (tp, pp, format)
     assert (config.cluster.nodes, config.cluster.processes, config.cluster.world) == (4, 8, 32)
     assert config.model == compose([f"model={name}", "run.name=x"]).model
-    with pytest.raises(UserError, match=r"this version trains on one rank.*cluster\.nodes=4.*cluster=local"):
+    if format == "bf16":
+        check_runnable(config)  # where the nodes are
+        return
+    with pytest.raises(UserError, match=r"this version trains in fp32 or bf16.*precision=bf16"):
         check_runnable(config)
 
 

@@ -219,7 +219,9 @@ def test_a_damaged_run_yaml_is_named(trainer: Trainer) -> None:
 def test_what_can_not_run_here_leaves_nothing(trainer: Trainer) -> None:
     asked = config()
     many = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, nodes=2))
-    assert "this version trains on one rank" in refused(many)
+    assert "cluster.nodes=2 x cluster.processes=1 = 2 ranks are asked for; start them by srun or torchrun" in refused(many)
+    fp8 = dataclasses.replace(asked, precision=dataclasses.replace(asked.precision, format="fp8_current"))
+    assert "this version trains in fp32 or bf16" in refused(fp8)
     assert "attention_dropout" in refused(dataclasses.replace(asked, model=dataclasses.replace(asked.model, attention_dropout=0.1)))
     assert not Path("runs").exists()
 

@@ -10,7 +10,9 @@ from megadcp.backends.torch_backend import TorchBackend
 from megadcp.data.order import open_training, open_validation
 from megadcp.data.step_documents import IGNORE, StepDocuments
 from megadcp.engine.placement import Placement
+from megadcp.engine.step import Engine
 from megadcp.nn.gpt import GPT
+from megadcp.parallel.gradients import GradientBuffers
 from megadcp.plan.planner import planner_for
 from megadcp.train.evaluate import count_targets_of_training, evaluate, unigram_entropy
 from megadcp.train.finish import average, document_lengths
@@ -27,6 +29,11 @@ def plan_for(setup):
     return lambda documents: planner(documents.step, documents.lengths.tolist())
 
 
+def engine_of(model):
+    gradients = GradientBuffers(model.named_parameters())
+    return Engine(model, gradients, optimizer=None, device=torch.device("cpu"))
+
+
 def test_loss_is_the_mean_over_all_targets_whatever_the_packing(setup):
     held_out = open_validation(setup.data)[0]
     model = GPT(setup.model, TorchBackend(torch.float64), 1, 64)
@@ -34,7 +41,7 @@ def test_loss_is_the_mean_over_all_targets_whatever_the_packing(setup):
     losses = []
     for cap in (150, 512):
         packed = dataclasses.replace(setup, plan=dataclasses.replace(setup.plan, pack_tokens=cap))
-        found = evaluate(model, held_out, plan_for(packed), 512, torch.device("cpu"))
+        found = evaluate(engine_of(model), held_out, plan_for(packed), 512)
         losses.append(found.loss)
     assert model.training
     model.eval()
@@ -50,7 +57,7 @@ def test_loss_is_the_mean_over_all_targets_whatever_the_packing(setup):
 
 def test_evaluation_keeps_no_gradients(setup):
     model = GPT(setup.model, TorchBackend(), 1, 64)
-    evaluate(model, open_validation(setup.data)[0], plan_for(setup), 512, torch.device("cpu"))
+    evaluate(engine_of(model), open_validation(setup.data)[0], plan_for(setup), 512)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -18,6 +18,7 @@ from megadcp.config.schema import (
     LogConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     PlanConfig,
     PrecisionConfig,
     RunConfig,
@@ -57,6 +58,7 @@ def config(prefix: str, **changes: Any) -> Config:
             train=(SourceConfig(prefix, 1.0, "words"),), split=(0.9, 0.1, 0.0), max_length=128, tokens_per_step=256,
             tokenizer=TokenizerConfig("bytes", ""),
         ),
+        "parallel": ParallelConfig(),
         "plan": PlanConfig(pack_tokens=200),
         "precision": PrecisionConfig("fp32"),
         "optim": OptimConfig(lr=1e-2, warmup_steps=3),
@@ -65,4 +67,5 @@ def config(prefix: str, **changes: Any) -> Config:
         "cluster": ClusterConfig(device="cpu", threads=1),
         "hardware": HARDWARE,
     }  # fmt: skip
+    assert set(changes) <= set(groups)
     return Config(**{name: dataclasses.replace(group, **changes.get(name, {})) for name, group in groups.items()})
