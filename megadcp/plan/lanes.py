@@ -23,6 +23,7 @@ from megadcp.plan.pricing import Group, Prices
 from megadcp.plan.step_plan import Microbatch
 
 LARGE = 0.02  # of a step: documents that take less fill gaps, and are not worth more lanes
+FAR = 24  # full microbatches
 GRAINS = 16  # steps of the table of SingleLane, in a full microbatch
 GOOD = 1.004  # of the lower bound: no further recipe is tried
 EVEN = 1.001  # of the mean load
@@ -270,7 +271,9 @@ class Lanes:
         step = block.group.step
         padded = [-(-self.lengths[document] // step) * step for document in documents]
         tokens, squares = sum(padded), sum([length * length for length in padded])
-        return Pack(block.lane, block.group, block.speed, documents, tokens, squares, block.group.seconds(tokens, squares) / block.speed)
+        fits = tokens <= block.group.cap or len(documents) == 1
+        seconds = block.group.seconds(tokens, squares) / block.speed if fits else inf
+        return Pack(block.lane, block.group, block.speed, documents, tokens, squares, seconds)
 
     def balance(self, packs: list[Pack]) -> list[Pack]:
         """The packs after a local search with a number of moves that follows from documents and lanes."""
@@ -307,6 +310,7 @@ class SingleLane:
         self.group = group
         self.half = group.kinds[0][0]
         self.grain = max(1, group.full // GRAINS)
+        self.far = self.grain * GRAINS * FAR  # microbatches that many are far from any border: their costs are in proportion
         total = sum([lengths[document] for document in documents])
         self.mean = sum([lengths[document] ** 2 for document in documents]) / total if total else 1.0  # token-weighted length
         self.table: list[float] = [group.fixed]
@@ -314,11 +318,19 @@ class SingleLane:
     def seconds(self, tokens: int, squares: int) -> float:
         """Of this many tokens, divided into microbatches."""
         group, at = self.group, tokens // self.grain
+        if tokens >= self.far:
+            own = group.slope * tokens + group.attention * (squares + self.half * tokens)
+            return own + self.table_at(self.far // self.grain - 1) * tokens / self.far
+        return group.slope * tokens + group.attention * (squares + self.half * tokens) + self.table_at(at)
+
+    def table_at(self, at: int) -> float:
+        """What microbatches and recompute add to `at` grains."""
+        group = self.group
         while at >= len(self.table):
             known = len(self.table) * self.grain
             own = group.slope * known + group.attention * (known * self.mean + self.half * known)
             self.table.append(group.divided(known, known * self.mean)[1] - own)
-        return group.slope * tokens + group.attention * (squares + self.half * tokens) + self.table[at]
+        return self.table[at]
 
 
 class Site:

@@ -13,7 +13,7 @@ from megadcp.plan.step_plan import LEVELS, Recompute
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest cp (a power of two, at most the lanes), most padded tokens of a microbatch (a single document may exceed them), recompute.
+    """Largest cp (a power of two, at most the lanes), most tokens of a microbatch, padding aside (one document may exceed them), recompute.
 
     `free`: any level on any number of layers; then `choices` are all levels on all layers, which is what static layouts try. Else
     `choices` is the one value that plan.recompute names.

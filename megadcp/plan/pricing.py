@@ -17,6 +17,9 @@ from megadcp.plan.packing import pad
 from megadcp.plan.step_plan import LEVELS, Microbatch, Recompute, round_bytes, round_seconds
 
 
+MOST_COUNTS = 24  # of packs that a block is divided into, tried one by one
+
+
 class Group:
     """Prices for groups of one size, in one node or not. `plain`, `most`: most tokens without recompute, and at all.
 
@@ -100,9 +103,11 @@ class Group:
         if tokens <= self.full:
             return 1, self.seconds(tokens, squares)
         full = self.full or 1
-        fewest = max(1, -(-tokens // (self.cap or 1)), tokens // full // 2)
+        enough = -(-tokens // full)
+        fewest = max(1, -(-tokens // (self.cap or 1)), enough // 2)
         best, least = 0, inf
-        for count in range(fewest, max(fewest, -(-tokens // full)) + 2):
+        step = max(1, (enough - fewest) // MOST_COUNTS)
+        for count in range(fewest, max(fewest, enough) + 1 + step, step):
             seconds = count * self.seconds(-(-tokens // count), squares / count)
             if seconds < least:
                 best, least = count, seconds
