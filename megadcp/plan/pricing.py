@@ -16,7 +16,6 @@ from megadcp.plan.memory import LAST_BITS, LOGIT_BYTES, MemoryModel
 from megadcp.plan.packing import pad
 from megadcp.plan.step_plan import LEVELS, Microbatch, Recompute, round_bytes, round_seconds
 
-
 MOST_COUNTS = 24  # of packs that a block is divided into, tried one by one
 
 
