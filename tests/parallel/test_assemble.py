@@ -11,7 +11,7 @@ from megadcp.parallel.assemble import fill, weight_pieces, whole_shapes, whole_t
 
 SAVED = [Layout(lanes=4), Layout(tp=2, pp=2)]
 LOADED = [
-    Layout(), Layout(lanes=2, bucket=1000), Layout(tp=2, lanes=2),
+    Layout(), Layout(lanes=2, bucket=1000), Layout(tp=2, lanes=2), Layout(pp=2),
     pytest.param(Layout(pp=2, lanes=2, chunks=2), marks=pytest.mark.slow), pytest.param(Layout(tp=4), marks=pytest.mark.slow),
     pytest.param(Layout(pp=4), marks=pytest.mark.slow), pytest.param(Layout(tp=2, pp=2, lanes=2), marks=pytest.mark.slow),
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from megadcp.parallel.replicas import counted
 from megadcp.plan.step_plan import Microbatch
 
 LAYOUTS = [
-    Layout(lanes=2), Layout(lanes=4, bucket=10**6), Layout(tp=2, lanes=2), Layout(pp=2, lanes=2), Layout(tp=2, pp=2),
+    Layout(lanes=2), Layout(lanes=4, bucket=10**6), Layout(tp=2, lanes=2), Layout(pp=2, lanes=2, bucket=10**6), Layout(tp=2, pp=2),
     *(
         pytest.param(each, marks=pytest.mark.slow)
         for each in (
@@ -286,10 +286,11 @@ def test_every_element_is_counted_once_over_tp(tp):
         assert torch.equal(sum(each[name] for each in results), torch.ones_like(results[0][name])), name
 
 
-def test_sum_over_tp_of_gradients_in_any_memory_order():
+@pytest.mark.parametrize(("tp", "config"), [(2, RICH), (4, PLAIN)], ids=["one kv head on 2", "two kv heads on 4"])
+def test_sum_over_tp_of_gradients_in_any_memory_order(tp, config):
     def work(rank, world):
-        with GroupPool(Mesh(1, tp=2), rank, CPU) as pool:
-            run = build(RICH, pool, Layout(tp=2))
+        with GroupPool(Mesh(1, tp=tp), rank, CPU) as pool:
+            run = build(config, pool, Layout(tp=tp))
             found = {}
             for name, parameter in run.model.named_parameters():
                 gradient = local_gradient(run, name, parameter, 0, 0)
@@ -304,7 +305,7 @@ def test_sum_over_tp_of_gradients_in_any_memory_order():
                     index = (row,) if shard_of(parameter) is None or shard_of(parameter).dim == 0 else (slice(None), row)
                     assert torch.equal(again[index], whole[index]), name
 
-    run_ranks(2, work)
+    run_ranks(tp, work)
 
 
 def random_microbatches(rng, lanes):
