@@ -29,6 +29,7 @@ from megadcp.plan.step_plan import Microbatch, Recompute, StepPlan
 from megadcp.train.state import TrainState, model_dtype, new_state
 
 SHORTEST_SECONDS = 2e-3  # shorter work is repeated within one measurement
+LEAST_ROUNDS = 2
 LEVELS = ("selective", "mlp", "full")
 
 
@@ -46,9 +47,10 @@ class Effort:
     rounds: int = 9
     sizes: int = 7  # of packs and documents, between the smallest and the largest
     steps: int = 12  # held out
+    seconds: float = 30.0  # after which a set of samples gets no more rounds than LEAST_ROUNDS
 
 
-QUICK = Effort(rounds=3, sizes=4, steps=3)
+QUICK = Effort(rounds=3, sizes=4, steps=3, seconds=5.0)
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,13 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def medians(jobs: dict[Hashable, Callable[[], Sequence[float]]], rounds: int) -> dict[Hashable, tuple[float, ...]]:
+def medians(jobs: dict[Hashable, Callable[[], Sequence[float]]], effort: Effort) -> dict[Hashable, tuple[float, ...]]:
     """The median of each number that each job gives, over the rounds; one more round comes first and doesn't count."""
     found: dict[Hashable, list[Sequence[float]]] = {key: [] for key in jobs}
-    for each in range(rounds + 1):
+    begin = time.perf_counter()
+    for each in range(effort.rounds + 1):
+        if each > LEAST_ROUNDS and time.perf_counter() - begin > effort.seconds:
+            break
         for key, job in jobs.items():
             numbers = job()
             if each:
@@ -194,27 +199,27 @@ class Bench:
 
         return self.clock.span(run)
 
-    def samples(self, packs: Sequence[tuple[int, ...]], recompute: Sequence[Recompute], rounds: int) -> list[Sample]:
+    def samples(self, packs: Sequence[tuple[int, ...]], recompute: Sequence[Recompute], effort: Effort) -> list[Sample]:
         """Every pack at its recompute value."""
         jobs: dict[Hashable, Callable[[], Sequence[float]]] = {}
         for number, (lengths, value) in enumerate(zip(packs, recompute, strict=True)):
             one = microbatch_of(lengths, value)
             pack, placement = pack_of(lengths, one, self.config.model.vocab), Placement.of(0, one)
             jobs[number] = lambda pack=pack, placement=placement: self._zeroed(pack, placement)  # type: ignore[misc]
-        found = medians(jobs, rounds)
+        found = medians(jobs, effort)
         return [Sample(tuple(packs[number]), recompute[number], *found[number]) for number in range(len(packs))]
 
     def _zeroed(self, pack: Pack, placement: Placement) -> Span:
         self.state.gradients.zero()
         return self.microbatch(pack, placement)
 
-    def optimizer_seconds(self, rounds: int) -> float:
+    def optimizer_seconds(self, effort: Effort) -> float:
         """Seconds of one AdamW step over all parameters."""
         for gradient in self.state.gradients.sums():
             gradient.fill_(1e-3)
-        return medians({0: lambda: self.clock.span(lambda: self.state.optimizer.step(1e-6))}, rounds)[0][0]
+        return medians({0: lambda: self.clock.span(lambda: self.state.optimizer.step(1e-6))}, effort)[0][0]
 
-    def steps(self, plans: Sequence[StepPlan], rounds: int) -> list[Span]:
+    def steps(self, plans: Sequence[StepPlan], effort: Effort) -> list[Span]:
         """Forward and backward of all microbatches of each plan: by the clock one by one, and by the engine's own wall clock in `run_step`."""
         jobs: dict[Hashable, Callable[[], Sequence[float]]] = {}
         for number, plan in enumerate(plans):
@@ -222,7 +227,7 @@ class Bench:
             packs = [pack_of(plan.lengths, one, self.config.model.vocab) for one in order]
             placements = [Placement.of(plan.step, one) for one in order]
             jobs[number] = lambda plan=plan, packs=packs, placements=placements: self._step(plan, packs, placements)  # type: ignore[misc]
-        found = medians(jobs, rounds)
+        found = medians(jobs, effort)
         return [Span(*found[number]) for number in range(len(plans))]
 
     def _step(self, plan: StepPlan, packs: list[Pack], placements: list[Placement]) -> Span:
@@ -304,18 +309,18 @@ def measure_compute(config: Config, device: torch.device, tokens: int, effort: E
     """All of it on this rank, microbatches of up to `tokens`."""
     clock, longest = Clock(device, torch.get_num_threads()), min(config.data.max_length, tokens)
     bench, found = Bench(config, device, clock), Compute()
-    linear = medians(linear_jobs(config, device, clock, geometric(4, tokens, effort.sizes + 2)), effort.rounds)
+    linear = medians(linear_jobs(config, device, clock, geometric(4, tokens, effort.sizes + 2)), effort)
     found.linear = {int(key): (pair[0], pair[1]) for key, pair in linear.items()}  # type: ignore[call-overload]
     packs = [near(length, min(tokens, 4 * longest)) for length in geometric(8, longest, effort.sizes + 1)]
-    attention = medians(attention_jobs(bench, packs), effort.rounds)
+    attention = medians(attention_jobs(bench, packs), effort)
     found.attention = {key: (pair[0], pair[1]) for key, pair in attention.items()}  # type: ignore[misc]
     plain = Recompute()
     fitting, testing = packs_to_fit(tokens, longest, effort, seed), packs_to_test(tokens, longest, effort, seed)
-    samples = bench.samples([*fitting, *testing], [plain] * (len(fitting) + len(testing)), effort.rounds)
+    samples = bench.samples([*fitting, *testing], [plain] * (len(fitting) + len(testing)), effort)
     found.fitted, found.held_out = samples[: len(fitting)], samples[len(fitting) :]
     again = [(pack, Recompute(level, config.model.layers)) for level in LEVELS for pack in testing[: effort.sizes]]
-    found.recomputed = bench.samples([pack for pack, _ in again], [value for _, value in again], effort.rounds)
-    found.optimizer_seconds = bench.optimizer_seconds(effort.rounds)
+    found.recomputed = bench.samples([pack for pack, _ in again], [value for _, value in again], effort)
+    found.optimizer_seconds = bench.optimizer_seconds(effort)
     return found
 
 
@@ -329,7 +334,7 @@ def measure_steps(config: Config, device: torch.device, tokens: int, effort: Eff
         total = int(tokens * random.uniform(0.5, 2.5))
         plans.append(planner(step, list(mixed(total, longest * random.uniform(0.05, 1.0), longest, random))))
     bench = Bench(config, device, Clock(device, torch.get_num_threads()))
-    spans = bench.steps(plans, max(3, effort.rounds // 2))
+    spans = bench.steps(plans, effort)
     return [(plan.predicted.seconds, span) for plan, span in zip(plans, spans, strict=True)]
 
 

@@ -54,8 +54,10 @@ def parts_of(cost: CostModel, microbatch: Microbatch, stage: int = 0) -> Parts:
     if recompute.level == "full":
         attention += recompute.layers * layer.attention
     overhead = layers * cost.basis.profile.layer_overhead_seconds
-    total = cost.stages(layer, local, recompute.level, recompute.layers)[stage]
-    return Parts(linear, attention, overhead, max(0.0, total - linear - attention - overhead))
+    other = layers * (layer.exposed + layer.tp)
+    if recompute.level == "full":
+        other += recompute.layers * 0.5 * layer.exposed
+    return Parts(linear, attention, overhead, other)
 
 
 # --------------------------------------------------------------------------------------------------------------- least squares
@@ -98,7 +100,7 @@ def solve(matrix: Floats, vector: Floats, lower: Sequence[float], upper: Sequenc
         value = float(x @ scaled @ x - 2 * aim @ x)
         if value < least - WITHIN * abs(value):
             best, least = np.clip(x, low, high), value
-    return np.asarray(best / scale)
+    return np.clip(best / scale, lower, upper)  # exactly within
 
 
 def fit(terms: Floats, seconds: Floats, rest: Floats | float = 0.0, lower: Sequence[float] = (), upper: Sequence[float] = ()) -> Floats:
@@ -131,19 +133,25 @@ class FitError:
 
 @dataclass(frozen=True)
 class Saturating:
-    """A rate that small sizes don't reach: work per second = rate * size / (size + half)."""
+    """A rate that small sizes don't reach: work per second = rate * size / (size + half). `among`: the error in proportion to what runs beside."""
 
     rate: float
     half: float
     error: FitError
+    among: FitError
 
 
-def fit_saturating(work: Floats, sizes: Floats, seconds: Floats) -> Saturating:
-    """Rate and half of seconds = work / rate * (1 + half / size): all arrays [n]; work in FLOPs, sizes in tokens."""
+def fit_saturating(work: Floats, sizes: Floats, seconds: Floats, beside: Floats | float = 0.0) -> Saturating:
+    """Rate and half of seconds = work / rate * (1 + half / size): all arrays [n]; work in FLOPs, sizes in tokens.
+
+    `beside`: seconds of other work that always comes with it. What counts then are errors in proportion to both together: those of a sample
+    that is a small part of the whole matter less.
+    """
     terms = np.stack([work, work / sizes], axis=1)
     least = 1e-6 * float(np.min(seconds / work))  # a rate is finite
-    per_work, per_size = fit(terms, seconds, 0.0, [least, 0.0])
-    return Saturating(1 / per_work, per_size / per_work, FitError.of(terms @ np.array([per_work, per_size]), seconds))
+    x = fit(terms, seconds + beside, beside, [least, 0.0])
+    predicted = terms @ x
+    return Saturating(1 / float(x[0]), float(x[1] / x[0]), FitError.of(predicted, seconds), FitError.of(predicted + beside, seconds + beside))
 
 
 # ----------------------------------------------------------------------------------------------------------------------- factors
@@ -170,9 +178,15 @@ def scaled(hardware: HardwareConfig, factors: Factors) -> HardwareConfig:
     )
 
 
-def fit_factors(parts: Sequence[Parts], seconds: Sequence[float], lower: float = 0.0, upper: float = np.inf) -> tuple[Factors, FitError]:
-    """Factors with which the parts' sums come nearest to the measured seconds of each, and the error that is left."""
+def fit_factors(
+    parts: Sequence[Parts], seconds: Sequence[float], lower: float = 0.0, upper: float = np.inf, anchor: Sequence[float] = (0.0, 0.0, 0.0)
+) -> tuple[Factors, FitError]:
+    """Factors with which the parts' sums come nearest to the measured seconds of each, and the error that is left.
+
+    `anchor`: weight with which each factor is held near 1, where a weight of 1 is that of samples that tell this factor and nothing else.
+    """
     table, measured = np.array(parts, dtype=np.float64), np.array(seconds, dtype=np.float64)
-    least = max(lower, 1e-6)
-    x = fit(table[:, :3], measured, table[:, 3], [least, least, lower], [upper] * 3)
+    matrix, vector = relative_moments(table[:, :3], measured, table[:, 3])
+    least = max(lower, 1e-6)  # rates are finite, the overhead may be zero
+    x = solve(matrix + np.diag(anchor), vector + np.array(anchor), [least, least, lower], [upper] * 3)
     return Factors(*x.tolist()), FitError.of(table[:, :3] @ x + table[:, 3], measured)
