@@ -40,7 +40,7 @@ class _GatheredAttention(torch.autograd.Function):
         d_whole = torch.zeros(whole.shape, dtype=lse.dtype, device=q.device)
         sums.add(whole[:, 0], whole[:, 1], d_whole[:, 0], d_whole[:, 1], _tiles(share))
         d_own = collectives.reduce_scatter(d_whole[_order(share, k)], share.group).to(k.dtype)
-        return sums.dq.to(q.dtype), d_own[:, 0], d_own[:, 1], None
+        return sums.dq.to(q.dtype), d_own[:, 0].contiguous(), d_own[:, 1].contiguous(), None
 
 
 def _tiles(share: Share) -> Any:

@@ -120,7 +120,7 @@ class _Ring:
             return tuple(tensors)
         rows = torch.cat(tensors, 1)
         by_member = self._swap(list(rows[self._order(rows)].chunk(self.neighbours))).transpose(0, 1)  # [t, A, heads / A, d]
-        return tuple(x.flatten(1, 2) for x in torch.split(by_member, [x.shape[1] for x in tensors], 2))
+        return tuple(x.flatten(1, 2).contiguous() for x in torch.split(by_member, [x.shape[1] for x in tensors], 2))
 
     def _order(self, rows: Tensor) -> Tensor:
         return joined_rows(self.cu_seqlens, rows.shape[0] // self.neighbours, self.neighbours).flatten()
