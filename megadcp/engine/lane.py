@@ -14,6 +14,7 @@ from megadcp.data.batch import Pack
 from megadcp.engine.measure import Stopwatch
 from megadcp.engine.placement import Placement
 from megadcp.mesh.coords import Coords
+from megadcp.mesh.groups import GroupPool
 from megadcp.nn.backend import IGNORE, PackedTokens
 from megadcp.nn.part import Part
 from megadcp.parallel.buckets import may_overlap
@@ -29,19 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """A microbatch, and the rows of it that a lane has."""
+    """A microbatch, where it runs, and the rows of it that a lane has."""
 
     microbatch: Microbatch
+    placement: Placement
     pack: Pack
 
 
-def lane_shares(plan: StepPlan, packs: Sequence[Pack], lane: int = 0) -> dict[int, Share]:
-    """Slot -> what the lane has there, in slot order. ValueError unless `packs` are the lane's."""
+def lane_shares(plan: StepPlan, packs: Sequence[Pack], lane: int = 0, pool: GroupPool | None = None) -> dict[int, Share]:
+    """Slot -> what the lane has there, in slot order. ValueError unless `packs` are the lane's and the pool has the plan's groups."""
     own = sorted((one for one in plan.microbatches if one.lane <= lane < one.lane + one.cp), key=lambda one: one.slot)
     sizes, expected = [len(pack.tokens) for pack in packs], [one.tokens // one.cp for one in own]
     if sizes != expected:
         raise ValueError(f"step {plan.step}, lane {lane}: packs of {sizes} tokens were handed over for microbatches of {expected}")
-    return {one.slot: Share(one, pack) for one, pack in zip(own, packs, strict=True)}
+    return {one.slot: Share(one, Placement.of(plan.step, one, pool), pack) for one, pack in zip(own, packs, strict=True)}
 
 
 def check_layout(engine: Engine, plan: StepPlan) -> None:
@@ -98,7 +100,6 @@ class _Runner:
 
     def __init__(self, engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch) -> None:
         self.engine, self.shares, self.watch = engine, shares, watch
-        self.placements = {slot: Placement.of(plan.step, share.microbatch, engine.pool) for slot, share in shares.items()}
         self.batches: dict[int, PackedTokens] = {}
         self.last: Action | None = None  # the backward in which sums over lanes may start
         self.chunks, self.hidden = plan.layout.virtual_stages, plan.model.hidden
@@ -108,7 +109,7 @@ class _Runner:
         """One chunk of one microbatch."""
         if action.slot not in self.batches:
             self.batches[action.slot] = to_device(self.shares[action.slot].pack, self.engine.device)
-        batch, placement = self.batches[action.slot], self.placements[action.slot]
+        batch, placement = self.batches[action.slot], self.shares[action.slot].placement
         if action.chunk == self.chunks - 1:
             del self.batches[action.slot]  # the graph holds what the backward needs of it
         model, part = self.engine.model, self.engine.part

@@ -131,7 +131,7 @@ def prepare(engine: Engine, plan: StepPlan, packs: Sequence[Pack]) -> tuple[dict
     try:
         verify(plan)
         check_layout(engine, plan)
-        shares = lane_shares(plan, packs, engine.coords.lane)
+        shares = lane_shares(plan, packs, engine.coords.lane, engine.pool)
     except Exception as error:  # raised by agree, so that the other ranks hear of it instead of waiting
         problem = error
     targets = agree(plan, sum(count_targets(pack) for pack in packs), problem, engine.pool, engine.device)
