@@ -137,7 +137,7 @@ class GroupPool:
         if not dist.is_initialized():
             return
         for handle in handles:
-            if handle is dist.group.WORLD:
+            if handle is dist.group.WORLD or handle is dist.GroupMember.NON_GROUP_MEMBER:
                 continue
             if not failed:
                 dist.destroy_process_group(handle)

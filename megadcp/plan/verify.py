@@ -27,6 +27,7 @@ INVARIANTS = {
     9: "legal cp_comm",
 }
 TOLERANCE = 1e-4  # of predicted seconds and bytes
+WHOLE_BYTES = 1.0  # what rounding to whole bytes may take from a microbatch of a few kilobytes
 SLACK = 1 + 1e-9  # for the last bits of a sum of bytes
 
 
@@ -205,11 +206,11 @@ def _predictions(basis: Basis, plan: StepPlan) -> str:
     timed = [one for one in plan.microbatches if cost.legal(one.cp_comm, one.cp)]
     if not timed:
         return ""
-    for name, stated, model in (
-        ("seconds", [one.seconds for one in timed], cost.seconds_many(timed)),
-        ("bytes", [one.bytes for one in timed], memory.bytes_many(timed)),
+    for name, stated, model, slack in (
+        ("seconds", [one.seconds for one in timed], cost.seconds_many(timed), 0.0),
+        ("bytes", [one.bytes for one in timed], memory.bytes_many(timed), WHOLE_BYTES),
     ):
-        wrong = ~((np.abs(np.array(stated, dtype=np.float64) - model) <= TOLERANCE * model) & (model < math.inf))
+        wrong = ~((np.abs(np.array(stated, dtype=np.float64) - model) <= TOLERANCE * model + slack) & (model < math.inf))
         if wrong.any():
             index = int(wrong.argmax())
             return f"{name}={stated[index]} of {_name(timed[index])}, but the cost model says {model[index]:.6g}"

@@ -213,3 +213,16 @@ def test_a_wrong_world_is_refused():
         return True
 
     assert run_ranks(2, work) == [True, True]
+
+
+def failing(rank, world):
+    try:
+        with GroupPool(Mesh(lanes=2, tp=2), rank, torch.device("cpu")):
+            raise KeyError("the first error")
+    except KeyError as error:
+        return str(error)
+
+
+def test_the_first_error_is_not_lost_in_closing():
+    """Every rank holds handles of groups that it is not in."""
+    assert run_ranks(4, failing) == ["'the first error'"] * 4

@@ -8,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megadcp.config.check import UserError
+from megadcp.config.schema import ModelConfig
 from megadcp.plan import verify as verify_module
 from megadcp.plan.actions import Action, dense_actions, topological_order
+from megadcp.plan.basis import Basis
+from megadcp.plan.memory import MemoryModel
+from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import Microbatch, PlanFormatError, Recompute, document_hash, from_json, to_json
 from megadcp.plan.verify import INVARIANTS, PlanError, verify
 
@@ -239,3 +243,13 @@ def test_any_single_change_is_refused_or_harmless(seed, layout):
     assert len(taken) == len(set(taken))
     assert sorted(k for m in mutated.microbatches for k in m.documents) == list(range(len(plan.lengths)))
     assert all(p >= plan.lengths[k] for m in mutated.microbatches for k, p in zip(m.documents, m.padded, strict=True))
+
+
+def test_bytes_of_a_tiny_microbatch_may_be_rounded():
+    """90.5 bytes are stored as 90: more than 1e-4 of them, but no other prediction."""
+    tiny = ModelConfig(layers=1, hidden=10, heads=4, kv_heads=2, head_dim=4, ffn=7, vocab=30)
+    plan = planner_for(ref.config(tiny, tp=4, sequence_parallel=False))(0, [1])
+    assert MemoryModel(Basis.of(plan)).bytes(plan.microbatches[0]) == 90.5
+    verify(plan)
+    with pytest.raises(PlanError, match="bytes=88"):
+        verify(replace(plan, microbatches=(replace(plan.microbatches[0], bytes=88),)))
