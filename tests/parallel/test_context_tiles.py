@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megadcp.mesh.coords import zigzag_real
 from megadcp.parallel.block_attention import Tile
 from megadcp.parallel.context import head_split, neighbours
 from megadcp.parallel.context_tiles import gather_tiles, joined_rows, pairs, ring_tiles
+from megadcp.plan.cost import CostModel
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
@@ -130,6 +133,9 @@ def test_how_heads_are_split() -> None:
     assert head_split(8, 4, 8) == 4
     assert [neighbours(kind, 8, 2, 4, 8) for kind in ("ring", "2d")] == [1, 2]
     assert neighbours("ulysses", 8, 4, 4, 1) == 4
+    for kv_heads, size, lanes in itertools.product((1, 2, 3, 4, 6, 8), (2, 4, 8), (1, 2, 3, 8)):
+        model = SimpleNamespace(kv_heads=kv_heads, basis=SimpleNamespace(layout=SimpleNamespace(lanes_per_node=lanes)))
+        assert head_split(kv_heads, size, lanes) == CostModel.head_split(model, size)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="8 and 2 kv heads; ring always works"):
         neighbours("ulysses", 8, 2, 4, 8)
     with pytest.raises(ValueError, match="cp_comm=star is unknown; legal: ring, all_gather, ulysses, 2d"):
