@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from calibrate_file import check_output, profile_text, write_profile
 from calibrate_measure import QUICK, Compute, Effort, Sample, Span, device_bytes, measure_compute, measure_steps, microbatch_of
-from calibrate_ranks import Communication, fit_links, mean_communication, mean_compute, measure_rank, on_ranks, steps_rank
+from calibrate_ranks import Communication, fit_links, mean_communication, mean_compute, measure_rank, on_ranks, slowest, steps_rank
 
 from megadcp.config.check import UserError, nearest
 from megadcp.config.load import compose, reported
@@ -255,7 +255,7 @@ def step_lines(steps: Sequence[tuple[float, Span]], clock: str) -> list[str]:
     own, wall = (np.array([getattr(span, name) for _, span in steps]) for name in ("seconds", "wall"))
     lines = [f"held-out steps   {FitError.of(predicted, own)} ({clock})"]
     if clock != "wall clock":
-        lines.append(f"                 {FitError.of(predicted, wall)} (wall clock, which other programs share)")
+        lines.append(f"                 {FitError.of(predicted, wall)} (wall clock; other programs count)")
     return lines
 
 
@@ -286,7 +286,8 @@ def calibrate(request: Request, say: Callable[[str], None]) -> int:
     fitted = replace(config, hardware=replace(profile.hardware, name=out.stem))
     arguments = (fitted, *arguments[1:])
     if request.processes > 1:
-        steps = [step for rank in on_ranks(request.processes, device.type, threads, steps_rank, *arguments) for step in rank]
+        lanes = replace(fitted, cluster=replace(fitted.cluster, processes=request.processes))
+        steps = slowest(on_ranks(request.processes, device.type, threads, steps_rank, lanes, *arguments[1:]))
     else:
         steps = measure_steps(fitted, device, *arguments[1:])
     lines = [*profile.lines, *test_lines(fitted, compute), *step_lines(steps, clock)]

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from megadcp.config.schema import Config
-from megadcp.data.batch import Pack, build_pack
+from megadcp.data.batch import Pack, build_pack, lane_packs
 from megadcp.data.step_documents import IGNORE, StepDocuments
+from megadcp.engine.lane import run_lane
+from megadcp.engine.measure import Stopwatch
 from megadcp.engine.placement import Placement
-from megadcp.engine.step import run_step, to_device
+from megadcp.engine.step import prepare, run_step, to_device
+from megadcp.mesh.groups import GroupPool
 from megadcp.nn.backend import PackedTokens
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import Microbatch, Recompute, StepPlan
@@ -186,9 +189,9 @@ def pack_of(lengths: Sequence[int], one: Microbatch, vocab: int) -> Pack:
 class Bench:
     """The real model with its gradients and optimizer on one device."""
 
-    def __init__(self, config: Config, device: torch.device, clock: Clock) -> None:
+    def __init__(self, config: Config, device: torch.device, clock: Clock, pool: GroupPool | None = None) -> None:
         self.config, self.device, self.clock = config, device, clock
-        self.state: TrainState = new_state(config, device)
+        self.state: TrainState = new_state(config, device, pool=pool)
 
     def microbatch(self, pack: Pack, placement: Placement) -> Span:
         """Forward and backward of one microbatch, as the engine runs it."""
@@ -220,20 +223,35 @@ class Bench:
         return medians({0: lambda: self.clock.span(lambda: self.state.optimizer.step(1e-6))}, effort)[0][0]
 
     def steps(self, plans: Sequence[StepPlan], effort: Effort) -> list[Span]:
-        """Forward and backward of all microbatches of each plan: by the clock one by one, and by the engine's own wall clock in `run_step`."""
+        """Forward and backward of all microbatches that this rank has of each plan, as the engine runs and measures them.
+
+        seconds: their sum by the clock (waiting for other ranks is no CPU time); wall: `measured_seconds` of run_step.
+        """
         jobs: dict[Hashable, Callable[[], Sequence[float]]] = {}
         for number, plan in enumerate(plans):
-            order = sorted(plan.microbatches, key=lambda one: one.slot)
-            packs = [pack_of(plan.lengths, one, self.config.model.vocab) for one in order]
-            placements = [Placement.of(plan.step, one) for one in order]
-            jobs[number] = lambda plan=plan, packs=packs, placements=placements: self._step(plan, packs, placements)  # type: ignore[misc]
+            documents = StepDocuments(plan.step, np.arange(len(plan.lengths)), np.array(plan.lengths), 0.0)
+            packs = lane_packs(RandomDocuments(plan.lengths, self.config.model.vocab), documents, plan, self.state.engine.coords.lane)
+            jobs[number] = lambda plan=plan, packs=packs: self._step(plan, packs)  # type: ignore[misc]
         found = medians(jobs, effort)
         return [Span(*found[number]) for number in range(len(plans))]
 
-    def _step(self, plan: StepPlan, packs: list[Pack], placements: list[Placement]) -> Span:
-        self.state.gradients.zero()
-        seconds = sum(self.microbatch(pack, placement).seconds for pack, placement in zip(packs, placements, strict=True))
-        return Span(seconds, run_step(self.state.engine, plan, packs, 0.0).measured_seconds)
+    def _step(self, plan: StepPlan, packs: list[Pack]) -> Span:
+        engine = self.state.engine
+        wall = run_step(engine, plan, packs, 0.0).measured_seconds
+        if not self.clock.cpu:
+            return Span(wall, wall)
+        shares, targets = prepare(engine, plan, packs)
+        engine.gradients.zero()
+        watch = CpuStopwatch(self.device)
+        engine.gradients.finish(run_lane(engine, plan, shares, watch), max(1, targets), 0.0)
+        return Span(sum(seconds for seconds, _ in watch.read().values()), wall)
+
+
+class CpuStopwatch(Stopwatch):
+    """The engine's stopwatch with CPU seconds."""
+
+    def _mark(self) -> object:
+        return time.process_time()
 
 
 # ------------------------------------------------------------------------------------------------------------------- one kernel
@@ -324,18 +342,20 @@ def measure_compute(config: Config, device: torch.device, tokens: int, effort: E
     return found
 
 
-def measure_steps(config: Config, device: torch.device, tokens: int, effort: Effort, seed: int) -> list[tuple[float, Span]]:
-    """(predicted seconds, what it took) of whole steps: planned by the real planner with the config's profile, run by the real engine."""
+def measure_steps(
+    config: Config, device: torch.device, tokens: int, effort: Effort, seed: int, pool: GroupPool | None = None
+) -> list[tuple[float, Span]]:
+    """(predicted seconds, what it took here) of whole steps: planned by the real planner with the config's profile, run by the real engine."""
     random = np.random.default_rng([seed, 2])
     longest = min(config.data.max_length, tokens)
     planner = planner_for(replace(config, plan=replace(config.plan, pack_tokens=tokens)))
     plans = []
     for step in range(effort.steps):
-        total = int(tokens * random.uniform(0.5, 2.5))
+        total = int(tokens * config.cluster.processes * random.uniform(0.5, 2.5))
         plans.append(planner(step, list(mixed(total, longest * random.uniform(0.05, 1.0), longest, random))))
-    bench = Bench(config, device, Clock(device, torch.get_num_threads()))
-    spans = bench.steps(plans, effort)
-    return [(plan.predicted.seconds, span) for plan, span in zip(plans, spans, strict=True)]
+    bench = Bench(config, device, Clock(device, torch.get_num_threads()), pool)
+    rounds = replace(effort, rounds=3, seconds=math.inf) if pool is not None else effort  # all ranks make the same ones
+    return [(plan.predicted.seconds, span) for plan, span in zip(plans, bench.steps(plans, rounds), strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- device

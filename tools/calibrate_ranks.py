@@ -72,7 +72,7 @@ def fit_links(messages: list[Message]) -> Links:
 
 # ------------------------------------------------------------------------------------------------------------------------ ranks
 def on_ranks(processes: int, device: str, threads: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """work(device, group, *arguments) on every rank at the same time; what each returned, in rank order.
+    """work(device, pool, *arguments) on every rank at the same time; what each returned, in rank order.
 
     Raises:
         RuntimeError: a rank failed (its traceback is in the message), or LIMIT_SECONDS have passed.
@@ -105,22 +105,27 @@ def _rank(rank: int, processes: int, kind: str, threads: int, folder: str, work:
         "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(seconds=LIMIT_SECONDS)
     )
     with GroupPool(Mesh(processes), rank, device) as pool:
-        result = work(device, pool.lanes, *arguments)
+        result = work(device, pool, *arguments)
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
         torch.distributed.barrier()
     dist.destroy_process_group()
 
 
-def measure_rank(device: torch.device, group: Group, config: Config, tokens: int, effort: Effort, seed: int) -> tuple[Compute, Communication]:
+def measure_rank(device: torch.device, pool: GroupPool, config: Config, tokens: int, effort: Effort, seed: int) -> tuple[Compute, Communication]:
     """All that one of several ranks measures: compute while the others compute, then communication."""
     compute = measure_compute(config, device, tokens, effort, seed)
-    all_gather(torch.zeros(1, device=device), group)  # all have come this far: nobody computes any more
-    return compute, measure_communication(device, group, config, effort)
+    all_gather(torch.zeros(1, device=device), pool.lanes)  # all have come this far: nobody computes any more
+    return compute, measure_communication(device, pool.lanes, config, effort)
 
 
-def steps_rank(device: torch.device, group: Group, config: Config, tokens: int, effort: Effort, seed: int) -> list[tuple[float, Span]]:
-    """Whole steps of one lane, while the other ranks run theirs."""
-    return measure_steps(config, device, tokens, effort, seed)
+def steps_rank(device: torch.device, pool: GroupPool, config: Config, tokens: int, effort: Effort, seed: int) -> list[tuple[float, Span]]:
+    """Whole steps, each rank a lane."""
+    return measure_steps(config, device, tokens, effort, seed, pool)
+
+
+def slowest(ranks: list[list[tuple[float, Span]]]) -> list[tuple[float, Span]]:
+    """Of each step the longest time of a rank: what the step takes."""
+    return [(same[0][0], Span(*(max(values) for values in zip(*(span for _, span in same), strict=True)))) for same in zip(*ranks, strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- communication

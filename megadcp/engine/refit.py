@@ -25,7 +25,7 @@ from megadcp.mesh.groups import Group
 from megadcp.parallel.collectives import all_gather
 from megadcp.plan.basis import Basis
 from megadcp.plan.cost import CostModel
-from megadcp.plan.fit import Factors, parts_of, relative_moments, solve
+from megadcp.plan.fit import Factors, Moments, parts_of, relative_moments, solve
 from megadcp.plan.step_plan import Layout, StepPlan
 
 Floats = npt.NDArray[np.float64]
@@ -37,14 +37,15 @@ class RefitRules:
     """How far and how fast the fit may move.
 
     bound: factors lie in [1 / bound, bound]. decay: what the moments before a step weigh in it. anchor: weight of the profile as it is,
-    against one step's worth of microbatches that tell a factor fully. change: factors that all move by less than this share stay.
+    against one step's worth of microbatches that tell a factor and nothing else. change: the factors stay until others predict better by
+    this much (root of the mean squared relative error): plans and their profile shall not follow noise.
     skip: first steps of a process (allocations, kernel choices), which aren't looked at.
     """
 
     bound: float = 2.0
     decay: float = 0.8
-    anchor: float = 1e-3
-    change: float = 0.02
+    anchor: float = 1e-2
+    change: float = 0.01
     skip: int = 2
 
 
@@ -66,7 +67,7 @@ class Refit:
         self.cost = CostModel(basis)
         layout = basis.layout
         self.mesh = Mesh(layout.lanes, layout.tp, layout.pp)
-        self._matrix, self._vector, self._weight = np.zeros((UNKNOWNS, UNKNOWNS)), np.zeros(UNKNOWNS), 0.0
+        self._moments, self._weight = Moments(np.zeros((UNKNOWNS, UNKNOWNS)), np.zeros(UNKNOWNS), 0.0), 0.0  # _weight: of all that has come in
         self._first, self._last, self._seen = first, first - 1, 0
         # (step after which they were fitted, factors), ascending, never empty; replaced as a whole, since another thread reads it
         self._history: tuple[tuple[int, Factors], ...] = ((first - 1, Factors()),)
@@ -100,7 +101,7 @@ class Refit:
         if self._seen > self.rules.skip:
             terms, seconds, rest = self._samples(plan, table)
             if len(seconds):
-                self._fade(*relative_moments(terms, seconds, rest))
+                self._fade(relative_moments(terms, seconds, rest))
         return self.newest
 
     def _check(self, plan: StepPlan, table: Floats) -> None:
@@ -125,16 +126,19 @@ class Refit:
         rows = np.array(parts, dtype=np.float64).reshape(-1, UNKNOWNS + 1)
         return rows[:, :UNKNOWNS], np.array(seconds, dtype=np.float64), rows[:, UNKNOWNS]
 
-    def _fade(self, matrix: Floats, vector: Floats) -> None:
-        """Let a step's moments in, fit, and keep the result if it is another one."""
-        rules = self.rules
-        self._matrix = rules.decay * self._matrix + (1 - rules.decay) * matrix
-        self._vector = rules.decay * self._vector + (1 - rules.decay) * vector
-        self._weight = rules.decay * self._weight + (1 - rules.decay)
-        anchored = self._matrix / self._weight + rules.anchor * np.eye(UNKNOWNS)
-        x = solve(anchored, self._vector / self._weight + rules.anchor, [1 / rules.bound] * UNKNOWNS, [rules.bound] * UNKNOWNS)
-        found, before = Factors(*x.tolist()).rounded(), self.newest
-        if any(abs(new - old) > rules.change * old for new, old in zip(found, before, strict=True)):
+    def _fade(self, step: Moments) -> None:
+        """Let a step's moments in, fit, and keep the result if it is enough of an improvement."""
+        rules, old = self.rules, self._moments
+        keep, let = rules.decay, 1 - rules.decay
+        self._moments = Moments(
+            keep * old.matrix + let * step.matrix, keep * old.vector + let * step.vector, keep * old.constant + let * step.constant
+        )
+        self._weight = keep * self._weight + let
+        mean = Moments(self._moments.matrix / self._weight, self._moments.vector / self._weight, self._moments.constant / self._weight)
+        low, high = [1 / rules.bound] * UNKNOWNS, [rules.bound] * UNKNOWNS
+        x = solve(mean.matrix + rules.anchor * np.eye(UNKNOWNS), mean.vector + rules.anchor, low, high)
+        found = Factors(*x.tolist()).rounded()
+        if found != self.newest and mean.error(np.array(self.newest)) - mean.error(np.array(found)) > rules.change:
             kept = [entry for entry in self._history if entry[0] > self._last - self.lag]
             older = [entry for entry in self._history if entry[0] <= self._last - self.lag]
             self._history = (*older[-1:], *kept, (self._last, found))
@@ -145,8 +149,9 @@ class Refit:
         return {
             "last": self._last,
             "history": [[step, *factors] for step, factors in self._history],
-            "matrix": self._matrix.tolist(),
-            "vector": self._vector.tolist(),
+            "matrix": self._moments.matrix.tolist(),
+            "vector": self._moments.vector.tolist(),
+            "constant": self._moments.constant,
             "weight": self._weight,
             "profile": asdict(self.basis.profile),
         }
@@ -159,19 +164,21 @@ class Refit:
         """
         try:
             last, weight = int(state["last"]), float(state["weight"])
-            history = tuple((int(step), Factors(*map(float, values))) for step, *values in state["history"])
+            history = tuple((int(step), Factors(float(one), float(two), float(three))) for step, one, two, three in state["history"])
             matrix, vector = np.array(state["matrix"], dtype=np.float64), np.array(state["vector"], dtype=np.float64)
+            moments = Moments(matrix, vector, float(state["constant"]))
             profile = dict(state["profile"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"the state of the refit can't be read ({error!r})") from None
-        if matrix.shape != self._matrix.shape or vector.shape != self._vector.shape or not np.isfinite([*matrix.flat, *vector, weight]).all():
+        shapes = (matrix.shape, vector.shape) == (self._moments.matrix.shape, self._moments.vector.shape)
+        if not shapes or not np.isfinite([*matrix.flat, *vector, moments.constant, weight]).all():
             raise UserError("the state of the refit is not the moments of three factors")
         if last != self._first - 1:
             raise UserError(f"the state of the refit is of step {last}, but the run goes on with step {self._first}")
         if profile != asdict(self.basis.profile):
             return "the refit starts anew: the hardware profile has changed since the checkpoint"
         self._history = history or self._history
-        self._matrix, self._vector, self._weight = matrix, vector, weight
+        self._moments, self._weight = moments, weight
         return ""
 
 

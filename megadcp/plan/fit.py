@@ -8,6 +8,7 @@ the bounded problem is solved exactly by trying which of them are at a bound.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -61,14 +62,23 @@ def parts_of(cost: CostModel, microbatch: Microbatch, stage: int = 0) -> Parts:
 
 
 # --------------------------------------------------------------------------------------------------------------- least squares
-def relative_moments(terms: Floats, seconds: Floats, rest: Floats | float = 0.0) -> tuple[Floats, Floats]:
-    """(A [k, k], b [k]) of the mean of (terms @ x + rest - seconds)^2 / seconds^2, which is x A x - 2 b x + constant.
+class Moments(NamedTuple):
+    """A [k, k], b [k] and c of the mean of (predicted / measured - 1)^2 = x A x - 2 b x + c. Those of several sets of samples may be added."""
 
-    terms: [n, k]; seconds: [n], positive; rest: [n], what the unknowns don't scale. Moments of several sets of samples may be added.
-    """
+    matrix: Floats
+    vector: Floats
+    constant: float
+
+    def error(self, x: Floats) -> float:
+        """Root of the mean squared relative error with coefficients x [k]."""
+        return math.sqrt(max(0.0, float(x @ self.matrix @ x - 2 * self.vector @ x) + self.constant))
+
+
+def relative_moments(terms: Floats, seconds: Floats, rest: Floats | float = 0.0) -> Moments:
+    """The moments of predicted = terms @ x + rest. terms: [n, k]; seconds: [n], positive; rest: [n], what the unknowns don't scale."""
     rows = terms / seconds[:, None]
     aim = 1.0 - np.broadcast_to(rest, seconds.shape) / seconds
-    return rows.T @ rows / len(seconds), rows.T @ aim / len(seconds)
+    return Moments(rows.T @ rows / len(seconds), rows.T @ aim / len(seconds), float(aim @ aim) / len(seconds))
 
 
 def solve(matrix: Floats, vector: Floats, lower: Sequence[float], upper: Sequence[float]) -> Floats:
@@ -108,7 +118,8 @@ def fit(terms: Floats, seconds: Floats, rest: Floats | float = 0.0, lower: Seque
     size = terms.shape[1]
     if len(seconds) < 1 or not (seconds > 0).all():
         raise ValueError("measured seconds must be positive, and at least one")
-    return solve(*relative_moments(terms, seconds, rest), lower or [0.0] * size, upper or [np.inf] * size)
+    matrix, vector, _ = relative_moments(terms, seconds, rest)
+    return solve(matrix, vector, lower or [0.0] * size, upper or [np.inf] * size)
 
 
 # ------------------------------------------------------------------------------------------------------------------ what is told
@@ -186,7 +197,7 @@ def fit_factors(
     `anchor`: weight with which each factor is held near 1, where a weight of 1 is that of samples that tell this factor and nothing else.
     """
     table, measured = np.array(parts, dtype=np.float64), np.array(seconds, dtype=np.float64)
-    matrix, vector = relative_moments(table[:, :3], measured, table[:, 3])
+    matrix, vector, _ = relative_moments(table[:, :3], measured, table[:, 3])
     least = max(lower, 1e-6)  # rates are finite, the overhead may be zero
     x = solve(matrix + np.diag(anchor), vector + np.array(anchor), [least, least, lower], [upper] * 3)
     return Factors(*x.tolist()), FitError.of(table[:, :3] @ x + table[:, 3], measured)

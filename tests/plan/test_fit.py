@@ -66,8 +66,15 @@ def test_moments_of_two_sets_add_up():
     terms, seconds = rng.random((8, 2)), rng.random(8) + 0.5
     whole = relative_moments(terms, seconds)
     halves = [relative_moments(terms[part], seconds[part]) for part in (slice(0, 4), slice(4, 8))]
-    for place in (0, 1):
+    for place in (0, 1, 2):
         np.testing.assert_allclose(whole[place], (halves[0][place] + halves[1][place]) / 2, rtol=1e-14)
+
+
+def test_moments_tell_the_error():
+    rng = np.random.default_rng(5)
+    terms, seconds, rest, x = rng.random((9, 3)), rng.random(9) + 0.5, 0.1 * rng.random(9), rng.random(3)
+    expected = np.sqrt(np.mean(((terms @ x + rest) / seconds - 1) ** 2))
+    assert relative_moments(terms, seconds, rest).error(x) == pytest.approx(expected, rel=1e-12)
 
 
 def test_measurements_must_be_positive_and_unknowns_few():
