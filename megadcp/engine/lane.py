@@ -43,7 +43,8 @@ def lane_shares(plan: StepPlan, packs: Sequence[Pack], lane: int = 0, pool: Grou
     sizes, expected = [len(pack.tokens) for pack in packs], [one.tokens // one.cp for one in own]
     if sizes != expected:
         raise ValueError(f"step {plan.step}, lane {lane}: packs of {sizes} tokens were handed over for microbatches of {expected}")
-    return {one.slot: Share(one, Placement.of(plan.step, one, pool), pack) for one, pack in zip(own, packs, strict=True)}
+    near = plan.layout.lanes_per_node
+    return {one.slot: Share(one, Placement.of(plan.step, one, pool, near), pack) for one, pack in zip(own, packs, strict=True)}
 
 
 def check_layout(engine: Engine, plan: StepPlan) -> None:

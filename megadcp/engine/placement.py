@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from megadcp.mesh.groups import Group, GroupPool
 from megadcp.plan.step_plan import Microbatch, Recompute
 
+ALL = 1 << 30  # lanes: no limit
+
 
 @dataclass(frozen=True)
 class Placement:
     """Handed down with each microbatch; captured by the forward and used again by recompute and backward.
 
-    group: the ranks that share the microbatch, one for each of its lanes in order (None: this rank has it alone).
+    group: the ranks that share the microbatch, one for each of its lanes in order (None: this rank has it alone). lanes_per_node: neighbouring
+    lanes with fast links among them (kind 2d stays within them when it exchanges heads).
     """
 
     step: int = 0
@@ -20,16 +23,17 @@ class Placement:
     cp: int = 1
     cp_comm: str = "none"
     group: Group | None = None
+    lanes_per_node: int = ALL
 
     @staticmethod
-    def of(step: int, microbatch: Microbatch, pool: GroupPool | None = None) -> Placement:
+    def of(step: int, microbatch: Microbatch, pool: GroupPool | None = None, lanes_per_node: int = ALL) -> Placement:
         """The placement of one microbatch of a plan. ValueError if it needs a group that the pool doesn't have."""
         group = None
         if microbatch.cp > 1:
             if pool is None:
                 raise ValueError(f"the microbatch at slot {microbatch.slot} is for {microbatch.cp} lanes, but this process runs alone")
             group = pool.cp(microbatch.lane, microbatch.cp)
-        return Placement(step, microbatch.recompute, microbatch.cp, microbatch.cp_comm, group)
+        return Placement(step, microbatch.recompute, microbatch.cp, microbatch.cp_comm, group, lanes_per_node)
 
     @property
     def cp_index(self) -> int:

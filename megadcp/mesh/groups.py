@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ class GroupPool:
         if not dist.is_initialized():
             return
         for handle in handles:
-            if handle is dist.group.WORLD or handle is dist.GroupMember.NON_GROUP_MEMBER:
+            if handle is dist.group.WORLD or handle == cast(Any, dist.GroupMember.NON_GROUP_MEMBER):  # no rank of it
                 continue
             if not failed:
                 dist.destroy_process_group(handle)

@@ -39,7 +39,7 @@ class _RmsNorm(torch.autograd.Function):
             pull = torch.matmul(product, scale).unsqueeze(-1).mul_(inverse.pow(3)).div_(features)
             dx = torch.mul(grad, scale).mul_(inverse).addcmul_(wide, pull, value=-1).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            dw = torch.mv(product.view(-1, features).t(), inverse.reshape(-1)).to(weight.dtype)
+            dw = torch.mv(product.reshape(-1, features).t(), inverse.reshape(-1)).to(weight.dtype)
         return dx, dw, None
 
 

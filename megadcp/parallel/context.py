@@ -29,7 +29,7 @@ KINDS = ("ring", "all_gather", "ulysses", "2d")
 
 
 class Where(Protocol):
-    """What attention reads of a microbatch's Placement. One with an int `lanes_per_node` limits A of kind 2d by it."""
+    """What attention reads of a microbatch's Placement."""
 
     @property
     def cp(self) -> int:
@@ -42,6 +42,10 @@ class Where(Protocol):
     @property
     def group(self) -> Group | None:
         """The cp group; anything for cp=1."""
+
+    @property
+    def lanes_per_node(self) -> int:
+        """Limits A of kind 2d."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: Where) -> Tensor:
@@ -60,8 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: W
         raise ValueError(f"the borders are those of {share.borders[-1]} rows, but there are {q.shape[0]}")
     if kind == "all_gather":
         return gathered_attention(q, k, v, share)
-    near = getattr(placement, "lanes_per_node", group.size)
-    return ring_attention(q, k, v, share, neighbours(kind, q.shape[1], k.shape[1], group.size, near))
+    return ring_attention(q, k, v, share, neighbours(kind, q.shape[1], k.shape[1], group.size, placement.lanes_per_node))
 
 
 def neighbours(kind: str, heads: int, kv_heads: int, size: int, lanes_per_node: int) -> int:

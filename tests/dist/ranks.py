@@ -130,7 +130,6 @@ def _child(rank: int, world: int, folder: Path, work: _Work, told: int) -> None:
     good = False
     try:
         with open(folder / f"stacks-{rank}", "a", encoding="utf-8") as stacks:
-            faulthandler.cancel_dump_traceback_later()
             faulthandler.enable(stacks)
             faulthandler.register(signal.SIGUSR1, stacks)
             random.seed(rank)
