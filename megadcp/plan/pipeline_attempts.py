@@ -42,7 +42,7 @@ class Effort(NamedTuple):
 def effort_of(documents: int) -> Effort:
     """Many small steps are cheap, and large ones have time: a fixed budget for each number of documents."""
     if documents <= 300:
-        return Effort(9, 4, 2, 4, 6, 8)
+        return Effort(9, 4, 2, 3, 6, 8)
     if documents <= 700:
         return Effort(6, 3, 1, 3, 6, 6)
     if documents <= 1500:

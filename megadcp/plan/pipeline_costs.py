@@ -27,7 +27,7 @@ KIND_NAMES = ("none", "ring", "all_gather", "ulysses", "2d")
 
 
 class Cells(NamedTuple):
-    """Microbatches in the making, one a row: place, group, load. Documents of a cell are those with its number in `cell_of`."""
+    """Microbatches in the making, one a row: place, group, load."""
 
     slot: Ints  # [n]
     lane: Ints  # [n]
@@ -39,9 +39,17 @@ class Cells(NamedTuple):
     def owner(self, lanes: int) -> Ints:
         """Number of the cell that each lane has at each slot, [S, R]; the number of cells where it has none."""
         owner = np.full((self.slots, lanes), len(self.cp))
-        for number, (slot, lane, cp) in enumerate(zip(self.slot.tolist(), self.lane.tolist(), self.cp.tolist(), strict=True)):
-            owner[slot, lane : lane + cp] = number
+        for rows, on in self.by_group():
+            owner[self.slot[rows, None], on] = rows[:, None]
         return owner
+
+    def by_group(self) -> list[tuple[Ints, Ints]]:
+        """(numbers of the cells of one group size, their lanes [., P]) for each size."""
+        found = []
+        for cp in np.unique(self.cp).tolist():
+            rows = np.nonzero(self.cp == cp)[0]
+            found.append((rows, self.lane[rows, None] + np.arange(cp)))
+        return found
 
 
 class Priced(NamedTuple):

@@ -8,12 +8,13 @@ the documents' business (which slots, which groups) is not changed here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from megadcp.plan.actions import BACKWARD, FORWARD, dense_actions
 from megadcp.plan.columns import peaks
-from megadcp.plan.pipeline_costs import Cells, Floats, PipelineCosts, Priced
+from megadcp.plan.pipeline_costs import Cells, Floats, Ints, PipelineCosts, Priced
 from megadcp.plan.step_plan import Recompute
 
 SLACK = 1 + 1e-10  # of a sum of bytes; verify allows a little more
@@ -34,10 +35,15 @@ class InFlight:
         self.loss = np.zeros((costs.stages, len(self.local)))
         self.loss[-1] = loss
 
+    @cached_property
+    def owner(self) -> Ints:
+        """Which cell each lane has at each slot, [S, R]."""
+        return self.cells.owner(self.costs.lanes)
+
     def on_lanes(self, values: Floats) -> Floats:
         """[p, n] -> [S, p, R], 0 where a lane has nothing."""
         padded = np.concatenate([values, np.zeros((values.shape[0], 1))], axis=1)
-        return padded[:, self.cells.owner(self.costs.lanes)].transpose(1, 0, 2)
+        return padded[:, self.owner].transpose(1, 0, 2)
 
     def surely_fits(self) -> bool:
         """Whether even a lane with the largest microbatch of every slot fits without recompute (1F1B: p - s consecutive slots)."""
@@ -104,11 +110,10 @@ class InFlight:
                     np.minimum(share[:, stage], allowed[back : back + self.cells.slots], out=share[:, stage])
             else:
                 self._walk(stage, stored[:, stage], free, share[:, stage])
-        owner = self.cells.owner(costs.lanes)
-        result = np.ones((costs.stages, len(self.local) + 1))
-        for stage in range(costs.stages):
-            np.minimum.at(result[stage], owner, share[:, stage])
-        return result[:, :-1]
+        result = np.ones((costs.stages, len(self.local)))
+        for rows, lanes in self.cells.by_group():
+            result[:, rows] = share[self.cells.slot[rows, None], :, lanes].min(axis=1).T
+        return result
 
     def _walk(self, stage: int, stored: Floats, free: float, share: Floats) -> None:
         """Lower `share` [S, R] to what fits into `free` bytes, along the stage's list."""
