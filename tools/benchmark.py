@@ -14,6 +14,7 @@ NAMES = {
     "preprocess": "raw text to .bin/.idx against the tokenizer alone and against megatron-core's builder",
     "loader": "tokens per second of plan and batch building, without a model",
     "step": "a training step against transformers' model of the same shape in a plain PyTorch loop",
+    "regroup": "planned steps against static ones on the same documents, on several ranks of this machine",
     "planner": "plans against lower bounds, static layouts and megatron-core's scheduler; planning time",
 }
 
