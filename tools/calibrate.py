@@ -112,8 +112,8 @@ def parse(argv: Sequence[str]) -> Request:
 
 def settings(request: Request, say: Callable[[str], None]) -> Config:
     """The config to measure with: one rank without pipeline, as many layers as fit."""
-    single = ["parallel=single", "cluster=local", "run.sample_prompt=''"]
     named = {word.lstrip("+").partition("=")[0] for word in request.overrides}
+    single = [word for word in ("parallel=single", "cluster=local", "run.sample_prompt=''") if word.partition("=")[0] not in named]
     if "hardware" not in named and torch.cuda.is_available() and "cluster.device=cpu" not in request.overrides:
         say("hardware=h200 is the base, because there is a GPU (hardware=NAME chooses another)")
         single.append("hardware=h200")

@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from calibrate_measure import Compute, Effort, Span, geometric, measure_compute, measure_steps
+from torch.multiprocessing.spawn import ProcessException
 
 from megadcp.config.schema import Config
 from megadcp.mesh.coords import Mesh
@@ -79,16 +81,22 @@ def on_ranks(processes: int, device: str, threads: int, work: Callable[..., Any]
     """
     kind = "fork" if device == "cpu" else "spawn"  # a CUDA context can't be forked
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
-        context = torch.multiprocessing.start_processes(
+        context = multiprocessing.start_processes(
             _rank, (processes, device, threads, folder, work, arguments), nprocs=processes, join=False, start_method=kind
         )
         assert context is not None
         end = time.monotonic() + LIMIT_SECONDS
-        while not context.join(timeout=1.0):
-            if time.monotonic() > end:
-                for process in context.processes:
+        try:
+            while not context.join(timeout=1.0):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"the ranks did not finish within {LIMIT_SECONDS:.0f} s")
+        except ProcessException as error:
+            raise RuntimeError(str(error).strip()) from None
+        finally:
+            for process in context.processes:
+                if process.is_alive():
                     process.kill()
-                raise RuntimeError(f"the ranks did not finish within {LIMIT_SECONDS:.0f} s")
+                    process.join()
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(processes)]
 
 
@@ -107,7 +115,7 @@ def _rank(rank: int, processes: int, kind: str, threads: int, folder: str, work:
     with GroupPool(Mesh(processes), rank, device) as pool:
         result = work(device, pool, *arguments)
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
-        torch.distributed.barrier()
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from megadcp.config.check import UserError
+from megadcp.engine.measure import Measured
 from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import Group
 from megadcp.parallel.collectives import all_gather
@@ -59,7 +60,7 @@ def exchange_seconds(seconds: Mapping[int, float], slots: int, world: Group, dev
 
 
 class Refit:
-    """The fit of one run. `observe` is called once a step by all ranks; `factors` by whoever hands steps in to be planned."""
+    """The fit of one run. `measured` is called once a step by all ranks; `factors` by whoever hands steps in to be planned."""
 
     def __init__(self, basis: Basis, ahead: int, first: int = 0, rules: RefitRules | None = None) -> None:
         """`basis`: with the profile as configured; `ahead`: plan.ahead; `first`: the step that this process begins with."""
@@ -90,6 +91,11 @@ class Refit:
         place = bisect_right([at for at, _ in history], after)
         # Older than the history: a run that goes on with a larger plan.ahead; the oldest fit known is as good as any.
         return history[max(0, place - 1)][1]
+
+    def measured(self, plan: StepPlan, microbatches: Sequence[Measured], world: Group, device: torch.device) -> Factors:
+        """After every step, on all ranks: exchange what this rank has measured of its microbatches, and take everybody's in."""
+        slots = 1 + max(one.slot for one in plan.microbatches)
+        return self.observe(plan, exchange_seconds({one.slot: one.seconds for one in microbatches}, slots, world, device))
 
     def observe(self, plan: StepPlan, table: Floats) -> Factors:
         """Take in what all ranks measured of one step: [ranks, slots] of `exchange_seconds`, forward + backward without waiting for messages.
@@ -184,8 +190,3 @@ class Refit:
 
 def _ranks(mesh: Mesh, layout: Layout, stage: int, lane: int, cp: int) -> list[int]:
     return [mesh.rank(stage, each, tp) for each in range(lane, lane + cp) for tp in range(layout.tp)]
-
-
-def seconds_by_slot(microbatches: Sequence[Any]) -> dict[int, float]:
-    """Slot -> measured seconds of a step's `Measured` rows on this rank."""
-    return {one.slot: one.seconds for one in microbatches}

@@ -17,7 +17,7 @@ from megadcp.config.schema import ClusterConfig, Config, DataConfig, ParallelCon
 from megadcp.data.batch import StepLoader
 from megadcp.data.step_documents import IGNORE, StepDocuments
 from megadcp.engine.measure import Measured
-from megadcp.engine.refit import Refit, RefitRules, exchange_seconds, seconds_by_slot
+from megadcp.engine.refit import Refit, RefitRules, exchange_seconds
 from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import Group, GroupPool
 from megadcp.plan.ahead import PlanWorker
@@ -174,10 +174,11 @@ def test_all_ranks_hold_the_same_fit():
                 own = [
                     Measured(one.slot, 0.0, 1e-3 * (1 + rank + one.slot), 0, 0) for one in plan.microbatches if one.lane <= rank < one.lane + one.cp
                 ]
+                seconds = {one.slot: one.seconds for one in own}
                 slots = 1 + max(one.slot for one in plan.microbatches)
-                table = exchange_seconds(seconds_by_slot(own), slots, pool.world, CPU)
-                assert table[rank].tolist() == [seconds_by_slot(own).get(slot, 0.0) for slot in range(slots)]
-                refit.observe(plan, table)
+                table = exchange_seconds(seconds, slots, pool.world, CPU)
+                assert table[rank].tolist() == [seconds.get(slot, 0.0) for slot in range(slots)]
+                refit.measured(plan, own, pool.world, CPU)
             return json.dumps(refit.to_dict())
 
     first, second = run_ranks(2, work)
