@@ -15,6 +15,7 @@ NAMES = {
     "loader": "tokens per second of plan and batch building, without a model",
     "step": "a training step against transformers' model of the same shape in a plain PyTorch loop",
     "regroup": "planned steps against static ones on the same documents, on several ranks of this machine",
+    "parallel": "what tp, pp, cp and lanes cost against one process, per token",
     "planner": "plans against lower bounds, static layouts and megatron-core's scheduler; planning time",
 }
 
