@@ -25,23 +25,25 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from prove_cases import Case, Plans, alone_plans, case_from_json, case_to_json, draw_case, make_plans
+from prove_compare import QUANTITIES, Error, Whole, errors_of, largest, together
 from prove_ranks import Ranks, RanksFailed
-from prove_run import DTYPES, QUANTITIES, Error, Format, Job, Result, disagreement, errors_of, largest, run_job, run_steps
+from prove_run import DTYPES, Format, Job, run_job, run_steps
 
 from megadcp.config.check import UserError
-from megadcp.config.load import reported
+from megadcp.config.load import INTERRUPTED, reported
 from megadcp.plan.step_plan import CP_COMMS, LEVELS
 
 BOUNDS = {Format("fp64", "AdamW"): 1e-10, Format("fp32", "SGD"): 1e-5}
 FORMATS = {"fp64": ("AdamW",), "fp32": ("SGD", "AdamW"), "bf16": ("AdamW",)}
 MOST_PROCESSES = 16
-LAYOUT_WIDTH, PLANS_WIDTH = 42, 62
+LAYOUT_WIDTH, PLANS_WIDTH = 43, 72
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class Worst:
 
 @dataclass
 class Findings:
-    """What the cases have shown."""
+    """What the cases have shown. replayed: the file that is being run again, which stays as it is."""
 
     out: Path
+    replayed: Path | None = None
     cases: int = 0
     failures: list[str] = field(default_factory=list)
     worst: dict[tuple[Format, str], Worst] = field(default_factory=dict)
@@ -75,8 +78,15 @@ class Findings:
             if before is None or largest([before.error, error]) is not before.error:
                 self.worst[which, quantity] = Worst(error, case, plans)
 
+    def fail(self, text: str, details: str = "") -> None:
+        """Say at once what went wrong, and remember it for the end."""
+        print(f"FAILED {details or text}", flush=True)
+        self.failures.append(text)
+
     def save(self, case: Case, plans: Plans, dtypes: Sequence[str]) -> Path:
-        """Write the replay file of these plans of a case."""
+        """Write the replay file of these plans of a case; its path."""
+        if self.replayed is not None:
+            return self.replayed
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"case-{case.number}-{'-'.join(plans)}.json"
         path.write_text(json.dumps(case_to_json(case, plans, dtypes), indent=1), encoding="utf-8")
@@ -91,20 +101,20 @@ def prove_case(case: Case, plans: Plans, dtypes: Sequence[str], ranks: Ranks, fi
     runs = tuple((which, name) for which in formats for name in _judged_plans(which, plans))
     ranks.send(Job(case, plans, runs))
     truth_plans, alone = alone_plans(case), case.alone()
-    truths = {which: run_steps(alone, which, truth_plans, None) for which in formats}
+    truths = {which: together([run_steps(alone, which, truth_plans, None)]) for which in formats}
     try:
         found = list(zip(*ranks.receive(), strict=True))
-    except RanksFailed as error:
+    except RanksFailed as failure:
         path = findings.save(case, plans, dtypes)
-        _row(case, plans, "", f"FAILED, {error.brief}")
-        print(f"{error}\n  run it again: python tools/prove.py --replay {path}", flush=True)
-        findings.failures.append(f"case {case.number}: {error.brief} ({path})")
+        _row(case, plans, "", "")
+        again = f"  run it again: python tools/prove.py --replay {path}"
+        findings.fail(f"case {case.number}, {failure.brief}\n{again}", f"case {case.number}, {str(failure).rstrip()}\n{again}")
         return
     for place, which in enumerate(formats):
         results = {name: result for (one, name), result in zip(runs, found, strict=True) if one == which}
         errors, problems = {}, []
         for name, of_ranks in results.items():
-            errors[name], said = _judge(which, of_ranks, truths[which])
+            errors[name], said = _judge(which, together(of_ranks), truths[which])
             problems += [f"{name} plans, {which}: {each}" for each in said]
             if said:
                 path = findings.save(case, {name: plans[name]}, dtypes)
@@ -118,8 +128,7 @@ def prove_case(case: Case, plans: Plans, dtypes: Sequence[str], ranks: Ranks, fi
         seconds = f"{time.perf_counter() - begin:7.1f} s" if place == 0 else ""
         _row(case if place == 0 else None, plans, str(which), f"{columns}{seconds}{verdict:>8}")
         for problem in problems:
-            print(f"FAILED case {case.number}, {problem}", flush=True)
-            findings.failures.append(f"case {case.number}, {problem}")
+            findings.fail(f"case {case.number}, {problem}")
 
 
 def _judged_plans(which: Format, plans: Plans) -> list[str]:
@@ -127,18 +136,15 @@ def _judged_plans(which: Format, plans: Plans) -> list[str]:
     return list(plans) if which in BOUNDS or which.dtype == "bf16" else list(plans)[:1]
 
 
-def _judge(which: Format, of_ranks: Sequence[Result], truth: Result) -> tuple[dict[str, Error], list[str]]:
+def _judge(which: Format, found: Whole, truth: Whole) -> tuple[dict[str, Error], list[str]]:
     """The errors of one run, and what is wrong with it."""
-    found, problems = of_ranks[0], []
-    errors = errors_of(found, truth)
-    bound = BOUNDS.get(which, math.inf)
+    errors, bound, problems = errors_of(found, truth), BOUNDS.get(which, math.inf), []
     if (found.targets, found.problems) != (truth.targets, truth.problems):
         problems.append(f"targets {found.targets} and problems {found.problems}, one process has {truth.targets} and {truth.problems}")
     problems += [
         f"{quantity} {error.size:.1e} is above {bound:g}, worst at {error.where}" for quantity, error in errors.items() if not error.size <= bound
     ]
-    different = disagreement(of_ranks)
-    return errors, [*problems, different] if different else problems
+    return errors, [*problems, found.different] if found.different else problems
 
 
 # ------------------------------------------------------------------------------------------------------------------ printing
@@ -154,7 +160,7 @@ def header() -> None:
 
 
 def layout_text(case: Case) -> str:
-    """tp 2, pp 2 (3+2 layers, v 2), 1 lane, sp."""
+    """As in: tp 2 sp, pp 2 (3+2 in 2 chunks), 1 lane."""
     parallel, world = case.config.parallel, case.world
     lanes = world // (parallel.tp * parallel.pp)
     chunks = f" in {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
@@ -237,32 +243,38 @@ def _main(asked: argparse.Namespace) -> int:
     chosen = tuple(dict.fromkeys(each for each in asked.dtype.split(",") if each))
     if set(chosen) - set(DTYPES):
         raise UserError(f"--dtype {asked.dtype}: legal here: {', '.join(DTYPES)}, with commas between several")
-    work = _replayed(asked.replay, chosen) if asked.replay else _drawn(asked, chosen or ("fp64", "fp32"))
-    findings, begin = Findings(asked.out), time.perf_counter()
-    threads = torch.get_num_threads()
+    dtypes = chosen or ("fp64", "fp32")
+    work = _replayed(asked.replay, chosen) if asked.replay else _drawn(asked, dtypes)
+    findings, begin = Findings(asked.out, asked.replay), time.perf_counter()
+    threads, interrupted = torch.get_num_threads(), False
     torch.set_num_threads(1)
     try:
         _prove_all(work, asked, findings)
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
         torch.set_num_threads(threads)
-        if findings.worst:
-            summary(findings)
-    seconds = f"{time.perf_counter() - begin:.0f} s"
+    if findings.worst:
+        summary(findings)
+    took = f"{findings.cases} case{'' if findings.cases == 1 else 's'}, {time.perf_counter() - begin:.0f} s"
     if findings.failures:
-        print(f"\n{len(findings.failures)} failure{'s' if len(findings.failures) > 1 else ''} in {findings.cases} cases, {seconds}:")
+        print(f"\n{len(findings.failures)} failure{'' if len(findings.failures) == 1 else 's'} in {took}:")
         print("\n".join(findings.failures))
-        return 1
-    print(f"\n{findings.cases} case{'s' if findings.cases > 1 else ''} equal to one process, {seconds}")
-    return 0
+    elif not interrupted:
+        print(f"\nall equal to one process: {took}")
+    if interrupted:
+        print(f"\ninterrupted in {took}")
+        return INTERRUPTED
+    return 1 if findings.failures else 0
 
 
 Work = Iterator[tuple[Case, Plans, Sequence[str]]]
 
 
 def _drawn(asked: argparse.Namespace, dtypes: Sequence[str]) -> Work:
+    """Cases whose plans are still to be made."""
     for number in range(asked.cases) if asked.case is None else [asked.case]:
-        case = draw_case(asked.seed, number, asked.processes)
-        yield case, make_plans(case), dtypes
+        yield draw_case(asked.seed, number, asked.processes), {}, dtypes
 
 
 def _replayed(path: Path, dtypes: Sequence[str]) -> Work:
@@ -271,30 +283,36 @@ def _replayed(path: Path, dtypes: Sequence[str]) -> Work:
     except (OSError, ValueError) as error:
         raise UserError(f"--replay {path}: {error}") from None
     case, plans, recorded = case_from_json(document, str(path))
-    yield case, plans, dtypes or recorded
+    if case.world > MOST_PROCESSES or not set(dtypes or recorded) <= set(FORMATS):
+        raise UserError(f"{path}: {case.world} ranks in {', '.join(recorded)}; legal here: up to {MOST_PROCESSES}, in {', '.join(FORMATS)}")
+    return iter([(case, plans, dtypes or recorded)])
 
 
-def _prove_all(work: Work, asked: argparse.Namespace, findings: Findings, watch: Callable[[], float] = time.perf_counter) -> None:
-    """All cases; ranks stay warm from one case to the next as long as as many are needed."""
-    alone = asked.replay is not None or asked.case is not None
-    full, other = Ranks(asked.processes, run_job, asked.limit), None
-    with full:
-        header()
-        for case, plans, dtypes in work:
-            if alone:
-                print(f"      {model_text(case)}")
-            if case.world == full.world:
-                ranks = full
-            else:
-                if other is not None and other.world != case.world:
-                    other.close()
-                    other = None
-                other = other or Ranks(case.world, run_job, asked.limit)
-                ranks = other
+def _prove_all(work: Work, asked: argparse.Namespace, findings: Findings) -> None:
+    """All cases. Ranks stay warm from one case to the next: those of the usual number, and of one other."""
+    warm: dict[int, Ranks] = {}
+    header()
+    try:
+        for case, given, dtypes in work:
             findings.cases += 1
+            if asked.replay or asked.case is not None:
+                print(f"      {model_text(case)}")
+            try:
+                plans = given or make_plans(case)
+            except Exception as error:
+                findings.fail(
+                    f"case {case.number}, planning: {type(error).__name__}: {error}\n  run it again: python tools/prove.py --seed {asked.seed} "
+                    f"--processes {asked.processes} --case {case.number}",
+                    f"case {case.number}, planning:\n{traceback.format_exc()}",
+                )
+                continue
+            for world in set(warm) - {asked.processes, case.world}:
+                warm.pop(world).close()
+            ranks = warm.setdefault(case.world, Ranks(case.world, run_job, asked.limit))
             prove_case(case, plans, dtypes, ranks, findings)
-    if other is not None:
-        other.close()
+    finally:
+        for ranks in warm.values():
+            ranks.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from megadcp.plan.verify import verify
 STEPS = 3
 ID_STRIDE = 1 << 20  # document ids of a step begin at its number times this
 AMPLE_BYTES = 64e9
-MOST_LAYERS = 6  # of all stages together where the layout allows it
+MOST_LAYERS = 5  # of all stages together where the layout allows it
 Plans = dict[str, tuple[StepPlan, ...]]  # by who made them: random, joint, static, or what a file says
 
 
@@ -87,6 +87,12 @@ class RandomDocuments:
             labels[_hidden(rng, len(labels), longest)] = IGNORE
             self.kept[document] = tokens, labels
         return self.kept[document]
+
+    def fill(self, ids: np.ndarray, starts: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Write documents to where a pack has them."""
+        for document, start in zip(ids.tolist(), starts.tolist(), strict=True):
+            text, targets = self.read(document)
+            tokens[start : start + len(text)], labels[start : start + len(text)] = text, targets
 
     def step(self, index: int) -> StepDocuments:
         """The documents of one step."""
@@ -147,7 +153,7 @@ def _draw_lengths(rng: random.Random) -> tuple[tuple[int, ...], ...]:
     longest = rng.choice((12, 40, 120, 250))
     steps = []
     for _ in range(STEPS):
-        count = rng.choice((1, 3, 6, 9, 12))
+        count = rng.choice((1, 2, 4, 6, 9))
         lengths = [1 if rng.random() < 0.1 else round(math.exp(rng.uniform(0, math.log(longest)))) for _ in range(count)]
         lengths[rng.randrange(count)] = rng.choice((2, longest, longest - 1))
         steps.append(tuple(lengths))

@@ -167,8 +167,7 @@ def _serve(rank: int, world: int, pipe: Connection, folder: Path, work: Callable
         try:
             if world > 1:
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-                store = dist.FileStore(str(folder / "store"), world)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(hours=1))
+                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(hours=1))
             while True:
                 while not pipe.poll(IDLE_SECONDS):
                     if os.getppid() != parent:

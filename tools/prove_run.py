@@ -1,17 +1,14 @@
-"""STEPS optimizer steps of one case on this rank, in a format and with an optimizer; and how far two such results are apart."""
+"""STEPS optimizer steps of one case on this rank, in a format and with an optimizer."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from prove_cases import Case, Plans
-from torch import Tensor
+from prove_compare import Held, Result
 
 from megadcp.backends.torch_backend import TorchBackend
 from megadcp.data.batch import lane_packs
@@ -19,8 +16,9 @@ from megadcp.engine.step import Engine, run_step
 from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import GroupPool
 from megadcp.nn.shard import shard_of
-from megadcp.parallel.assemble import weight_pieces, whole_tensors
-from megadcp.parallel.gradients import GradientBuffers
+from megadcp.parallel.assemble import weight_pieces
+from megadcp.parallel.gradients import FIRST_TABLE, LAST_TABLE, GradientBuffers
+from megadcp.parallel.replicas import Piece
 from megadcp.plan.step_plan import StepPlan
 from megadcp.train.optim import Optimizer
 from megadcp.train.state import build_model, weights
@@ -28,8 +26,6 @@ from megadcp.train.state import build_model, weights
 CPU = torch.device("cpu")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATES = {"AdamW": 1e-3, "SGD": 0.05}
-QUANTITIES = ("loss", "norm", "gradients", "weights")
-FLOOR = 1e-3  # of the largest value of all tensors: below it an error counts as if its tensor were that large
 
 
 class Format(NamedTuple):
@@ -40,24 +36,6 @@ class Format(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.optimizer}"
-
-
-@dataclass
-class Result:
-    """What one rank has after the steps. Tensors are whole, and on rank 0 only; `copies` has a hash of every weight that this rank holds."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    copies: dict[tuple[str, Any], str] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> tuple[list[float], list[float], list[int], list[str]]:
-        """What all ranks must agree on, to the last bit."""
-        return self.losses, self.norms, self.targets, self.problems
 
 
 class SgdBackend(TorchBackend):
@@ -91,86 +69,25 @@ def run_steps(case: Case, which: Format, plans: Sequence[StepPlan], pool: GroupP
         result.norms.append(one.grad_norm)
         result.targets.append(one.targets)
         result.problems.append(one.problem)
-        result.gradients.append(_arrays(whole_tensors(engine.gradients.pieces(), pool, tied)))
+        result.gradients.append(_held(engine.gradients.pieces(), tied))
     optimizer.wait()
-    pieces = weight_pieces(engine.model)
-    result.weights = _arrays(whole_tensors(pieces, pool, tied))
-    for piece in pieces:
-        shard = shard_of(piece.parameter)
-        key = (piece.name, None if shard is None else shard.pieces)
-        result.copies[key] = hashlib.sha256(piece.values.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    result.weights = _held(weight_pieces(engine.model), tied)
     engine.gradients.close()
     return result
 
 
-def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    return {name: tensor.detach().double().numpy().copy() for name, tensor in tensors.items()}
-
-
-# --------------------------------------------------------------------------------------------------------------- comparing
-class Error(NamedTuple):
-    """How far a quantity is off, relative, and where it is worst."""
-
-    size: float
-    where: str
-
-
-def errors_of(found: Result, truth: Result) -> dict[str, Error]:
-    """The largest error of every quantity over all steps."""
-    return {
-        "loss": _scalars(found.losses, truth.losses),
-        "norm": _scalars(found.norms, truth.norms),
-        "gradients": max(
-            (_tensors(a, b, f" in step {step}") for step, (a, b) in enumerate(zip(found.gradients, truth.gradients, strict=True))), key=_size
-        ),
-        "weights": _tensors(found.weights, truth.weights, ""),
-    }
-
-
-def largest(errors: Sequence[Error]) -> Error:
-    """The largest; NaN counts as infinite."""
-    return max(errors, key=_size)
-
-
-def _size(error: Error) -> float:
-    return math.inf if math.isnan(error.size) else error.size
-
-
-def _scalars(found: Sequence[float], truth: Sequence[float]) -> Error:
-    return largest([Error(_relative(abs(a - b), abs(b)), f"step {step}") for step, (a, b) in enumerate(zip(found, truth, strict=True))])
-
-
-def _tensors(found: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray], suffix: str) -> Error:
-    """max|a - b| / max(max|b|, FLOOR * largest max|b| of all tensors), of the worst tensor."""
-    if {name: each.shape for name, each in found.items()} != {name: each.shape for name, each in truth.items()}:
-        return Error(math.inf, f"names or shapes of tensors{suffix}")
-    scale = max(float(np.abs(each).max()) for each in truth.values())
-    return largest(
-        [
-            Error(_relative(float(np.abs(found[name] - each).max()), max(float(np.abs(each).max()), FLOOR * scale)), f"{name}{suffix}")
-            for name, each in truth.items()
-        ]
-    )
-
-
-def _relative(difference: float, size: float) -> float:
-    if difference == 0:
-        return 0.0
-    return difference / size if size > 0 else math.inf
-
-
-def disagreement(ranks: Sequence[Result]) -> str:
-    """What ranks of one run say differently although it must be the same to the last bit; empty when nothing is."""
-    for rank, one in enumerate(ranks):
-        if repr(one.steps) != repr(ranks[0].steps):  # repr: NaN is NaN
-            return f"rank {rank} says {one.steps} of the steps, rank 0 {ranks[0].steps}"
-    held: dict[tuple[str, Any], tuple[int, str]] = {}
-    for rank, one in enumerate(ranks):
-        for key, digest in one.copies.items():
-            first, expected = held.setdefault(key, (rank, digest))
-            if digest != expected:
-                return f"{key[0]} is not the same on ranks {first} and {rank} after the steps"
-    return ""
+def _held(pieces: Sequence[Piece], tied: bool) -> list[Held]:
+    """Copies of what this rank holds. The second copy of a tied table goes by the first one's name."""
+    return [
+        Held(
+            FIRST_TABLE if tied and piece.name == LAST_TABLE else piece.name,
+            shard_of(piece.parameter),
+            tuple(piece.parameter.shape),
+            piece.start,
+            piece.values.detach().double().numpy().copy(),
+        )
+        for piece in pieces
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------------ on ranks
