@@ -33,9 +33,8 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, limit_s: flo
     """
     torch.set_num_threads(1)  # a fork must not find threads that the parent has and it has not
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        context = torch.multiprocessing.start_processes(
-            _rank, (world, folder, work, arguments, limit_s), nprocs=world, join=False, start_method="fork"
-        )
+        start: Callable[..., Any] = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+        context = start(_rank, (world, folder, work, arguments, limit_s), nprocs=world, join=False, start_method="fork")
         assert context is not None
         end = time.monotonic() + limit_s
         while not context.join(timeout=min(1.0, limit_s)):
@@ -62,7 +61,7 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], argument
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with Path(folder, f"stacks-{rank}").open("w", encoding="utf-8") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
-        store = dist.FileStore(f"{folder}/store", world)
+        store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit_s + 60))
         result = work(rank, *arguments)
         Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))

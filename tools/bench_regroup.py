@@ -124,6 +124,12 @@ class RandomDocuments:
         tokens = np.random.default_rng(document).integers(0, self.vocab, length)
         return tokens, np.append(tokens[1:], IGNORE)
 
+    def fill(self, ids: np.ndarray, starts: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Write each document to its place."""
+        for document, start in zip(ids.tolist(), starts.tolist(), strict=True):
+            text, targets = self.read(document)
+            tokens[start : start + len(text)], labels[start : start + len(text)] = text, targets
+
     def step(self, index: int) -> StepDocuments:
         """The documents of a step."""
         lengths = np.array(self.lengths[index])
@@ -303,28 +309,36 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Run all setups, write lines and report, print the report."""
+    """Run all setups, write lines and report after each, print the report."""
     options = _arguments(argv)
     setups, begin = setups_of(options), load_average()
     lines: list[Line] = []
-    for setup in setups:
+    text = ""
+    for number, setup in enumerate(setups, start=1):
         started = time.monotonic()
         lines += measure(setup, options)
         print(f"{setup.label}, {setup.kind}: {time.monotonic() - started:.0f} s", flush=True)
-    notes = [
+        text = report(lines, setups[:number], _notes(lines, setups[:number], options, begin))
+        _write(options, lines, text)
+    print("\n" + text.rstrip())
+    return 0
+
+
+def _notes(lines: Sequence[Line], setups: Sequence[Setup], options: argparse.Namespace, begin: str) -> list[str]:
+    return [
         f"{machine()}, torch {torch.__version__}; {begin} before, {load_average()} after; {options.turns} turns of {options.steps} steps, "
         f"seed {options.seed}, {options.tokens:,} tokens per lane and stage, longest document {MAX_LENGTH:,}",
         f"timed: 8b model, H200 profile, noise {options.noise:.0%}, messages with 1/{SHRINK} of their rows; "
         f"computed: quickstart's model, fp32, one thread a rank, tokens and lengths divided by {options.shrink}",
         agreement(lines, setups),
     ]
-    text = report(lines, setups, notes)
+
+
+def _write(options: argparse.Namespace, lines: Sequence[Line], text: str) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     names = ("quick.jsonl", "quick.md") if options.quick else ("results.jsonl", "report.md")
     (options.out / names[0]).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (options.out / names[1]).write_text(text, encoding="utf-8")
-    print("\n" + text.rstrip())
-    return 0
 
 
 if __name__ == "__main__":

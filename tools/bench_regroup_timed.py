@@ -67,7 +67,7 @@ class TimedLane:
         """The residual stream as it came, later; where the loss is, a scalar."""
         if x is None:
             x = self.buffer(action.slot).zero_().requires_grad_()
-        y: Tensor = _Timed.apply(x, self, action.slot)
+        y: Tensor = _Timed.apply(x, self, action.slot)  # type: ignore[no-untyped-call]
         layout = self.plan.layout
         ends = self.pool.coords.pp == layout.pp - 1 and action.chunk == layout.virtual_stages - 1
         return y[0].float().sum() if ends else y
