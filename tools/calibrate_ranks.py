@@ -69,7 +69,7 @@ def fit_links(messages: list[Message]) -> Links:
     seconds = table[:, 3]
     fastest = float(np.min(seconds / table[:, 0]))
     x = fit(table[:, :3], seconds, 0.0, [1e-6 * fastest, 0.0, 0.0])
-    return Links(1 / x[0], float(x[1]), float(x[2]), FitError.of(table[:, :3] @ x, seconds))
+    return Links(1 / float(x[0]), float(x[1]), float(x[2]), FitError.of(table[:, :3] @ x, seconds))
 
 
 # ------------------------------------------------------------------------------------------------------------------------ ranks
@@ -172,7 +172,7 @@ def measure_communication(device: torch.device, group: Group, config: Config, ef
 
 
 def _timed(work: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Median wall clock of one call; all ranks make the same calls."""
+    """Wall clock of one call: the lower quartile, since what else the machine does can only add. All ranks make the same calls."""
     seconds = []
     for each in range(rounds + 2):
         if device.type == "cuda":
@@ -183,7 +183,7 @@ def _timed(work: Callable[[], object], rounds: int, device: torch.device) -> flo
             torch.cuda.synchronize(device)
         if each >= 2:
             seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return statistics.quantiles(seconds, n=4)[0]
 
 
 def mean_communication(ranks: list[Communication]) -> Communication:
