@@ -146,6 +146,7 @@ class PlanConfig:
     ahead: int = setting(2, "steps", "plans and batches kept ready before they are needed")
     worker: str = setting("process", "name", "who plans ahead: a process of its own, or a thread of the trainer", ("process", "thread"))
     worker_death: str = setting("stop", "name", "when the planning process dies: stop the run, or plan on in the trainer", ("stop", "replace"))
+    refit: bool = setting(False, "flag", "correct the hardware profile by what steps take; plans carry the profile in force")
     compress: bool = setting(False, "flag", "write plans.jsonl.zst instead of plans.jsonl; needs zstandard")
 
 

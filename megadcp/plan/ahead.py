@@ -36,7 +36,7 @@ from megadcp.plan.plan_file import Record, record_of
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import StepPlan
 
-Planner = Callable[[int, Sequence[int]], StepPlan]
+Planner = Callable[..., StepPlan]  # (step, lengths, and what `more` of PlanWorker gives for the step)
 
 FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 START = """
@@ -93,8 +93,9 @@ class PlanWorker:
     def __init__(self, config: Config, report: Callable[[str], None] = lambda line: None, make: Callable[[Config], Planner] = planner_for) -> None:
         """Starts nothing yet. `make` is looked up by name in the process: a function of a module that can be imported."""
         self.config, self.report, self.make = config, report, make
+        self.more: Callable[[int], tuple[Any, ...]] = lambda step: ()  # what else the planner is given, asked for as lengths are handed in
         self._process: _Process | None = None
-        self._pending: deque[tuple[int, list[int]]] = deque()
+        self._pending: deque[tuple[Any, ...]] = deque()
         self._here: Planner | None = None  # plans in the place of a process that died
         self._closed = False
 
@@ -122,10 +123,10 @@ class PlanWorker:
     def submit(self, step: int, lengths: Sequence[int]) -> None:
         """Hand in the lengths of a step, in the order in which the plans will be taken."""
         self.start()
-        lengths = list(lengths)
-        self._pending.append((step, lengths))
+        request = (step, list(lengths), *self.more(step))
+        self._pending.append(request)
         if self._process is not None and self._here is None:
-            self._process.ask((step, lengths))
+            self._process.ask(request)
 
     def take(self, step: int) -> Planned:
         """The plan of the step that was handed in first of those not yet taken. Waits for it."""
@@ -134,11 +135,11 @@ class PlanWorker:
             raise ValueError(f"the plan of step {step} is asked for, but {found}: plans are taken in the order in which lengths were handed in")
         begin = time.perf_counter()
         answer = self._wait(step)
-        lengths = self._pending.popleft()[1]
+        request = self._pending.popleft()
         if answer is None:
             assert self._here is not None
             started = time.perf_counter()
-            plan = self._here(step, lengths)
+            plan = self._here(*request)
             seconds = time.perf_counter() - started
             return Planned(plan, record_of(plan), seconds, time.perf_counter() - begin)
         found_step, plan_or_failure, record, seconds = pickle.loads(answer)
@@ -311,17 +312,17 @@ def _serve(line: socket.socket, requests: IO[bytes]) -> None:
     except Exception as error:
         failure = _Failure.of(error)
     while True:
-        step, lengths = pickle.load(requests)
-        answer = (step, failure, None, 0.0) if planner is None else _plan(planner, step, lengths)
+        request = pickle.load(requests)
+        answer = (request[0], failure, None, 0.0) if planner is None else _plan(planner, request)
         data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
         line.sendall(len(data).to_bytes(8, "little"))
         line.sendall(data)
 
 
-def _plan(planner: Planner, step: int, lengths: list[int]) -> tuple[int, StepPlan | _Failure, Record | None, float]:
-    begin = time.perf_counter()
+def _plan(planner: Planner, request: tuple[Any, ...]) -> tuple[int, StepPlan | _Failure, Record | None, float]:
+    begin, step = time.perf_counter(), request[0]
     try:
-        plan = planner(step, lengths)
+        plan = planner(*request)
         seconds = time.perf_counter() - begin
         return step, plan, record_of(plan), seconds
     except Exception as error:

@@ -27,11 +27,13 @@ from megadcp.data.manifest import refuse_other_tokenizers
 from megadcp.data.order import open_training, open_validation
 from megadcp.data.step_documents import DocumentSource, StepDocuments, ValidationSet
 from megadcp.data.tokenizer import Tokenizer, open_tokenizer
+from megadcp.engine.refit import Refit
 from megadcp.engine.step import run_step
-from megadcp.mesh.groups import GroupPool
+from megadcp.mesh.groups import Group, GroupPool
 from megadcp.nn.flops import flops
 from megadcp.parallel.collectives import all_reduce
 from megadcp.plan.ahead import PlanWorker, PlanWorkerDied
+from megadcp.plan.fitted_planner import fitted_planner_for
 from megadcp.plan.plan_file import PLAIN_DOES, PlanWriter, need_zstandard, plans_file
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import StepPlan
@@ -61,6 +63,7 @@ class _Run:
     source: DocumentSource
     held_out: list[ValidationSet]
     plan_for: Callable[[StepDocuments], StepPlan]
+    validation_plan_for: Callable[[StepDocuments], StepPlan]
     worker: PlanWorker | None
     tokenizer: Tokenizer | None
     state: TrainState
@@ -87,7 +90,7 @@ def train(config: Config, folder: Path | str, world: World | None = None) -> int
         _console(config, leads) as console,
         _threads(config.cluster.threads),
         StopRequest() as stop,
-        PlanWorker(config, console.say) as worker,
+        PlanWorker(config, console.say, fitted_planner_for if config.plan.refit else planner_for) as worker,
         _pool(config, world) as pool,
     ):
         run = _open(config, run_folder, console, worker if config.plan.worker == "process" and config.plan.ahead else None, world, pool)
@@ -138,7 +141,14 @@ def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorke
     held_out = open_validation(config.data)
     planner = planner_for(config)
 
+    fitted = fitted_planner_for(config) if config.plan.refit else None
+
     def plan_for(documents: StepDocuments) -> StepPlan:
+        if fitted is not None and state.refit is not None:
+            return fitted(documents.step, documents.lengths.tolist(), state.refit.factors(documents.step))
+        return planner(documents.step, documents.lengths.tolist())
+
+    def plan_as_configured(documents: StepDocuments) -> StepPlan:
         return planner(documents.step, documents.lengths.tolist())
 
     if worker is not None:
@@ -155,7 +165,13 @@ def _open(config: Config, folder: RunFolder, console: Console, worker: PlanWorke
         _first(world, lambda: metrics.validated)
     else:
         metrics = NoMetrics(_first(world, lambda: set()))
-    run = _Run(config, folder, console, source, held_out, plan_for, worker, tokenizer, state, metrics, plans, world)
+    run = _Run(config, folder, console, source, held_out, plan_for, plan_as_configured, worker, tokenizer, state, metrics, plans, world)
+    if config.plan.refit:
+        state.refit = refit = Refit(planner.basis, config.plan.ahead, first=last_step)
+        if found is not None and "refit" in found.meta and (note := refit.load(found.meta["refit"])):
+            console.say(note)
+        if worker is not None:
+            worker.more = lambda step: (refit.factors(step),)
     if found is not None:
         state.load(found)
         run.saved_step = found.step
@@ -252,6 +268,9 @@ def _one_step(run: _Run, loaded: LoadedStep, log: StepLog, begin: float, data_se
     total_tokens = config.run.steps * config.data.tokens_per_step
     lr = learning_rate(config.optim, progress.step, progress.tokens, config.run.steps, total_tokens)
     result = run_step(run.state.engine, loaded.plan, loaded.packs, lr)
+    if run.state.refit is not None:
+        world = Group.single() if run.state.pool is None else run.state.pool.world
+        run.state.refit.measured(loaded.plan, result.microbatches, world, run.state.device)
     progress.skipped += not result.updated
     progress.skipped_in_a_row = 0 if result.updated else progress.skipped_in_a_row + 1
     return log.row(progress, loaded, result, lr, Timing(time.perf_counter() - begin, data_seconds))
@@ -302,7 +321,7 @@ def _validate_if_due(run: _Run) -> None:
     results = []
     for held_out in run.held_out:
         if (step, held_out.name) not in run.metrics.validated:
-            one = evaluate(run.state.engine, held_out, run.plan_for, config.run.validate_tokens)
+            one = evaluate(run.state.engine, held_out, run.validation_plan_for, config.run.validate_tokens)
             row = {"step": step, "validation_loss": one.loss, "name": one.name, "targets": one.targets, "seconds": one.seconds}
             run.metrics.write(row)
             results.append(one)

@@ -16,6 +16,7 @@ from megadcp.backends.torch_sharded import torch_backend
 from megadcp.config.check import UserError
 from megadcp.config.run_file import to_dict
 from megadcp.config.schema import Config
+from megadcp.engine.refit import Refit
 from megadcp.engine.step import Engine
 from megadcp.mesh.groups import GroupPool
 from megadcp.nn.gpt import GPT
@@ -56,6 +57,7 @@ class TrainState:
     order: str = ""
     tokenizer: str = ""
     pool: GroupPool | None = None
+    refit: Refit | None = None
 
     @property
     def engine(self) -> Engine:
@@ -85,6 +87,7 @@ class TrainState:
             "config": to_dict(self.config),
             "random": random_states(self.device),
             "torch": torch.__version__,
+            **({} if self.refit is None else {"refit": self.refit.to_dict()}),
         }
 
     def load(self, checkpoint: Checkpoint) -> None:

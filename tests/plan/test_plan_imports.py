@@ -37,6 +37,7 @@ PLAN = [
     "pipeline_fill",
     "pipeline_memory",
     "pipeline_profile",
+    "pipeline_reshape",
     "pipeline_score",
     "pipelines",
     "plan_file",
