@@ -142,7 +142,7 @@ def lines_of(ranks: Sequence[list[tuple[int, str, Taken]]], tokens: int) -> list
     return lines
 
 
-def report(lines: Sequence[Line], notes: Sequence[str]) -> str:
+def report(size: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
     """The table, as markdown."""
     by = {name: sorted((line for line in lines if line["way"] == name), key=lambda line: int(line["turn"])) for name in WAYS}
     on_wall, rows = (os.cpu_count() or 1) >= WORLD, []
@@ -157,7 +157,7 @@ def report(lines: Sequence[Line], notes: Sequence[str]) -> str:
             row.append("-" if name == ALONE else f"**{spread(ratios(values, [line[what] for line in by[ALONE]]), 2)}**")
         rows.append(row)
     head = ["layout", "CPU us a token, all ranks: median (quartiles)", "/ one process", "wall us a token", "/ one process"]
-    return "# Parallelism against one process\n\n" + "".join(f"{note}  \n" for note in notes) + "\n" + table(head, rows)
+    return f"# Parallelism against one process: {size}\n\n" + "".join(f"{note}  \n" for note in notes) + "\n" + table(head, rows)
 
 
 def documents(tokens: int, longest: int, seed: int) -> list[int]:
@@ -178,15 +178,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of the step")
     parser.add_argument("--pack", type=int, default=1024, help="tokens of a microbatch, at most")
     parser.add_argument("--max-length", type=int, default=512, help="longest document")
-    parser.add_argument("--turns", type=int, default=0, help="turns that count (9; quick: 3)")
+    parser.add_argument("--turns", type=int, default=0, help="turns that count (5; quick: 3)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="of one model; then the stacks of all ranks are shown")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "parallel", help="folder of results and report")
     options = parser.parse_args(argv)
-    turns = options.turns or (3 if options.quick else 9)
+    turns = options.turns or (3 if options.quick else 5)
     sizes = [options.size] if options.size else ["tiny"] if options.quick else list(SIZES)
     lengths = documents(options.tokens, options.max_length, options.seed)
+    names = ("quick.jsonl", "quick.md") if options.quick else ("results.jsonl", "report.md")
     every, text = [], ""
+    options.out.mkdir(parents=True, exist_ok=True)
     for size in sizes:
         base = compose(["experiment=quickstart"])
         base = dataclasses.replace(base, model=SIZES[size], data=dataclasses.replace(base.data, max_length=options.max_length))
@@ -199,11 +201,9 @@ def main(argv: list[str]) -> int:
             f"{size}: {model.layers} layers, hidden {model.hidden}, vocabulary {model.vocab:,}, fp32, one thread a rank; a step of {sum(lengths):,} "
             f"tokens in {len(lengths)} documents, microbatches of up to {options.pack:,}",
         ]
-        text += report(lines, notes) + "\n"
-    options.out.mkdir(parents=True, exist_ok=True)
-    names = ("quick.jsonl", "quick.md") if options.quick else ("results.jsonl", "report.md")
-    (options.out / names[0]).write_text("".join(json.dumps(line) + "\n" for line in every), encoding="utf-8")
-    (options.out / names[1]).write_text(text.rstrip() + "\n", encoding="utf-8")
+        text += report(size, lines, notes) + "\n"
+        (options.out / names[0]).write_text("".join(json.dumps(line) + "\n" for line in every), encoding="utf-8")
+        (options.out / names[1]).write_text(text.rstrip() + "\n", encoding="utf-8")
     print(text.rstrip())
     return 0
 
