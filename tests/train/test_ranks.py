@@ -128,3 +128,30 @@ def test_a_rank_that_fails_ends_all_and_its_traceback_is_what_is_seen(corpus, tm
     assert code == 2
     assert errors.count("error: ") == 1
     assert f"but model.vocab={small}" in errors
+
+
+BREAKS = {
+    "data": "import megadcp.data.batch as m; old = m.lane_packs\n"
+    "def broken(source, documents, plan, lane):\n"
+    "    if documents.step == 2: raise OSError('the disk of this rank is gone')\n"
+    "    return old(source, documents, plan, lane)\n"
+    "m.lane_packs = broken\n",
+    "planner": "import megadcp.plan.planner as m; old = m.Planner.__call__\n"
+    "def broken(self, step, lengths):\n"
+    "    if step == 2: raise OSError('the disk of this rank is gone')\n"
+    "    return old(self, step, lengths)\n"
+    "m.Planner.__call__ = broken\n",
+}
+
+
+@pytest.mark.parametrize("where", BREAKS)
+def test_one_rank_that_fails_ends_all_with_its_traceback(corpus, tmp_path, where, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1':\n    " + BREAKS[where].replace("\n", "\n    "))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begin = time.monotonic()
+    code, out, errors = start(settings(corpus, tmp_path, cluster={"processes": 2}), tmp_path)
+    assert code == 1, (out, errors)
+    assert "OSError: the disk of this rank is gone" in errors
+    assert "starting at step 0" in out
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert time.monotonic() - begin < 100
