@@ -37,6 +37,7 @@ from megadcp.plan.verify import verify
 STEPS = 3
 ID_STRIDE = 1 << 20  # document ids of a step begin at its number times this
 AMPLE_BYTES = 64e9
+ADAM_EPS = 1e-6  # far above rounding: a gradient that is 0 but for rounding (of key biases, without rope) is no step
 MOST_LAYERS = 5  # of all stages together where the layout allows it
 Plans = dict[str, tuple[StepPlan, ...]]  # by who made them: random, joint, static, or what a file says
 
@@ -131,7 +132,7 @@ def draw_case(seed: int, number: int, processes: int) -> Case:
         parallel=ParallelConfig(tp, pp, chunks, tuple(stages), tp == 1 or rng.random() < 0.6),
         plan=_draw_plan(rng, min(stages), longest),
         precision=PrecisionConfig("fp32", "torch"),
-        optim=OptimConfig(lr=1e-3, clip_norm=rng.choice((0.0, 1.0, 0.05))),
+        optim=OptimConfig(eps=ADAM_EPS, clip_norm=rng.choice((0.0, 1.0, 0.05))),
         cluster=ClusterConfig(processes=tp * pp * lanes, device="cpu", threads=1),
         hardware=_draw_hardware(rng),
     )
@@ -163,14 +164,14 @@ def _draw_lengths(rng: random.Random) -> tuple[tuple[int, ...], ...]:
 def _draw_model(rng: random.Random, tp: int, layers: int, longest: int) -> ModelConfig:
     heads = rng.choice([heads for heads in (2, 4, 6, 8) if heads % tp == 0])
     kv_heads = rng.choice([kv for kv in range(1, heads + 1) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)])
-    learned, drops = rng.random() < 0.35, rng.random() < 0.4
+    learned, drops, qk_norm = rng.random() < 0.35, rng.random() < 0.4, rng.random() < 0.3
     scaling = rng.choice(("none", "none", "linear", "llama3", "yarn"))
     return ModelConfig(
         layers=layers,
         hidden=rng.choice((8, 12, 20, 32)),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=rng.choice((2, 4, 8)) if not learned else rng.choice((3, 4, 8)),
+        head_dim=8 if qk_norm else rng.choice((3, 4, 8) if learned else (4, 8)),  # a norm over fewer is ill-conditioned in fp32
         ffn=tp * rng.choice((3, 8, 16)),
         vocab=rng.randrange(11, 70),
         norm=rng.choice(("rmsnorm", "layernorm")),
@@ -181,7 +182,7 @@ def _draw_model(rng: random.Random, tp: int, layers: int, longest: int) -> Model
         qkv_bias=rng.random() < 0.4,
         out_bias=rng.random() < 0.4,
         mlp_bias=rng.random() < 0.4,
-        qk_norm=rng.random() < 0.3,
+        qk_norm=qk_norm,
         tied=rng.random() < 0.5,
         init_std=rng.choice((0.05, 0.15)),
         embedding_dropout=0.1 if drops else 0.0,
@@ -199,8 +200,8 @@ def _draw_hardware(rng: random.Random) -> HardwareConfig:
     """A machine on which sharing documents pays (slow, quick to talk), or one on which it does not."""
     rate, latency = rng.choice(((1e7, 1e-7), (1e8, 1e-6), (6e10, 1e-3)))
     return HardwareConfig(
-        name="drawn", gemm_flops=GemmFlops(rate, rate, rate), gemm_half_tokens=rng.choice((0, 16)), attention_flops=rate / 2,
-        attention_half_length=rng.choice((0, 100)), node_bytes=4e9, net_bytes=1e9, node_latency=latency, ring_step_seconds=latency,
+        name="drawn", gemm_flops=GemmFlops(rate, rate, rate), gemm_half_tokens=rng.choice((0.0, 16.0)), attention_flops=rate / 2,
+        attention_half_length=rng.choice((0.0, 100.0)), node_bytes=4e9, net_bytes=1e9, node_latency=latency, ring_step_seconds=latency,
         layer_overhead_seconds=latency, tp_exposed=1.0, memory_bytes=AMPLE_BYTES, usable_fraction=0.9, loss_chunk=rng.choice((4, 16, 64)),
         gpus_per_node=8, reduce_bytes=2e9, reduce_overlap=0.0, memory_bandwidth=2e10,
     )  # fmt: skip

@@ -161,7 +161,6 @@ def _serve(rank: int, world: int, pipe: Connection, folder: Path, work: Callable
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = os.getppid()
     with open(folder / f"stacks-{rank}", "w", encoding="utf-8") as stacks:
-        faulthandler.cancel_dump_traceback_later()
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
         try:
