@@ -11,7 +11,7 @@ static. One process that runs each document alone, without padding or recompute,
 Error of a tensor: max|a-b| / max(max|b|, 1e-3 * largest max|b| of all tensors); of loss and norm: relative.
   fp64   at most 1e-10 for all four, three steps of AdamW (eps 1e-6)
   fp32   at most 1e-5 for all four, three steps of plain SGD; AdamW, which turns rounding of near-zero gradients into whole steps, is shown only;
-         so are cases in which one process in fp32 is itself more than 2e-6 from one in fp64 (a single target, say)
+         so are cases in which one process in fp32 is itself more than 4e-6 from one in fp64 (a single target, say)
   bf16   shown beside the spread of two static layouts (AdamW), not judged
 All ranks must also agree on loss and norm, and copies of a weight be equal, to the last bit. A rank that raises, dies or hangs is a failure.
 
@@ -43,7 +43,7 @@ from megadcp.plan.step_plan import CP_COMMS, LEVELS
 
 BOUNDS = {Format("fp64", "AdamW"): 1e-10, Format("fp32", "SGD"): 1e-5}
 FORMATS = {"fp64": ("AdamW",), "fp32": ("SGD", "AdamW"), "bf16": ("AdamW",)}
-UNSTEADY = 2e-6  # of the model itself in fp32: gradients that are differences of nearly equal numbers
+UNSTEADY = 4e-6  # of the model itself in fp32: gradients that are differences of nearly equal numbers
 MOST_PROCESSES = 16
 LAYOUT_WIDTH, PLANS_WIDTH = 43, 72
 
