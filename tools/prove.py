@@ -280,7 +280,8 @@ def _main(asked: argparse.Namespace) -> int:
         print(f"\n{len(findings.failures)} failure{'' if len(findings.failures) == 1 else 's'} in {took}:")
         print("\n".join(findings.failures))
     elif not interrupted:
-        print(f"\nall equal to one process: {took}")
+        judged = any(which in BOUNDS for which, _ in findings.worst)
+        print(f"\n{'all equal to one process' if judged else 'shown, nothing was judged'}: {took}")
     if interrupted:
         print(f"\ninterrupted in {took}")
         return INTERRUPTED

@@ -84,6 +84,7 @@ def test_bf16_is_shown_beside_the_spread_of_static_layouts(prove, time_limit):
     shown = re.search(r"bf16 AdamW gradients +(\S+) +\((\S+)\)", said)
     assert 1e-5 < float(shown[1]) < 1.0
     assert 0 < float(shown[2]) < 1.0
+    assert "nothing was judged" in said
     assert "in brackets: the largest difference of two static layouts" in said
 
 
