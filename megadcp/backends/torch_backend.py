@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -50,8 +51,18 @@ class TorchBackend:
     def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
         self.dtype, self.device = dtype, torch.device(device)
 
-    def linear(self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = ()) -> nn.Module:
-        """Make x [t, in] -> [t, out]; kind and parts matter to sharded backends only."""
+    def layer(self, index: int, layers: int) -> TorchBackend:
+        """All layers are alike."""
+        return self
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Nothing to switch."""
+        return nullcontext()
+
+    def linear(
+        self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = (), norm: nn.Module | None = None
+    ) -> nn.Module:
+        """Make x [t, in] -> [t, out]; kind and parts matter to sharded backends only, norm to those that fuse it."""
         return Linear(in_features, out_features, bias, self.dtype, self.device)
 
     def embedding(self, rows: int, features: int, kind: str = "vocabulary") -> nn.Module:

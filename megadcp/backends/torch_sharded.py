@@ -30,7 +30,9 @@ class ShardedBackend(TorchBackend):
         super().__init__(dtype, device)
         self.tp, self.sequence_parallel = tp, sequence_parallel
 
-    def linear(self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = ()) -> nn.Module:
+    def linear(
+        self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = (), norm: nn.Module | None = None
+    ) -> nn.Module:
         """Make a column linear (residual stream -> [t, out / T]) or a row linear (back)."""
         sizes, places = (in_features, out_features), (self.dtype, self.device)
         if kind == "column":

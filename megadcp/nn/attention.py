@@ -17,13 +17,14 @@ from megadcp.nn.rope import rotate, split_rotate
 class Attention(nn.Module):
     """Causal inside each document; the block calls `qkv` and `attend` apart, since it may recompute what feeds qkv."""
 
-    def __init__(self, config: ModelConfig, backend: Backend):
+    def __init__(self, config: ModelConfig, backend: Backend, norm: nn.Module):
+        """norm: the one before it, which the block calls."""
         super().__init__()
         self.heads, self.kv_heads = backend.heads(config.heads, config.kv_heads)  # of this rank
         self.head_dim = config.head_dim
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         parts = ((queries, config.head_dim), (keys, config.head_dim), (keys, config.head_dim))
-        self.qkv = backend.linear(config.hidden, queries + 2 * keys, config.qkv_bias, "column", parts)
+        self.qkv = backend.linear(config.hidden, queries + 2 * keys, config.qkv_bias, "column", parts, norm)
         self.out = backend.linear(queries, config.hidden, config.out_bias, "row")
         self.q_norm = backend.norm("rmsnorm", config.head_dim, config.norm_eps, stream=False) if config.qk_norm else None
         self.k_norm = backend.norm("rmsnorm", config.head_dim, config.norm_eps, stream=False) if config.qk_norm else None

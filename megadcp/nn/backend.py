@@ -6,6 +6,7 @@ Legend: t tokens of the microbatch on this rank, n documents in it, h hidden, H 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,11 +61,21 @@ class Backend(Protocol):
 
     name: str
 
-    def linear(self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = ()) -> nn.Module:
+    def layer(self, index: int, layers: int) -> Backend:
+        """Make the backend of one of the model's layers: itself, unless layers differ in precision."""
+
+    def precision(self) -> AbstractContextManager[None]:
+        """Entered around the forward of each microbatch on each chunk of the model."""
+
+    def linear(
+        self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = (), norm: nn.Module | None = None
+    ) -> nn.Module:
         """Make x [t, in] -> [t, out].
 
         kind column: from the residual stream, output sharded over tp; its rows come in `parts`, (rows, unit) each, cut by themselves between
         whole units. kind row: input sharded, back to the residual stream; the bias is added once.
+        norm: one that this backend made, whose output goes to this linear and nowhere else. The backend may fuse the two; the norm is still
+        called before, and then returns its input as it is.
         """
 
     def embedding(self, rows: int, features: int, kind: str = "vocabulary") -> nn.Module:

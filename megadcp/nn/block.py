@@ -40,9 +40,9 @@ class Block(nn.Module):
         self.probability = config.residual_dropout
         self.recompute = backend.recompute
         self.attention_norm = backend.norm(config.norm, config.hidden, config.norm_eps)
-        self.attention = Attention(config, backend)
+        self.attention = Attention(config, backend, self.attention_norm)
         self.mlp_norm = backend.norm(config.norm, config.hidden, config.norm_eps)
-        self.mlp = Mlp(config, backend)
+        self.mlp = Mlp(config, backend, self.mlp_norm)
 
     def forward(self, x: Tensor, run: Run, level: str) -> Tensor:
         """One layer at one recompute level; all levels give the same bits."""

@@ -35,11 +35,11 @@ class GPT(nn.Module):
         first, last = self.part.first, self.part.last
         self.embedding = backend.embedding(config.vocab, config.hidden) if first else None
         self.positions = backend.embedding(config.max_position, config.hidden, "positions") if first and config.position == "learned" else None
-        self.layers = nn.ModuleDict({str(index): Block(config, backend, index) for index in sorted(self.part.layers)})
+        self.layers = nn.ModuleDict({str(index): Block(config, backend.layer(index, config.layers), index) for index in sorted(self.part.layers)})
         self.norm = backend.norm(config.norm, config.hidden, config.norm_eps) if last else None
         self.head = backend.embedding(config.vocab, config.hidden) if last and not (config.tied and first) else None
         self.loss = backend.loss(loss_chunk)
-        self._stream, self._logits = backend.stream, backend.logits
+        self._stream, self._logits, self._precision = backend.stream, backend.logits, backend.precision
         initialise(self, config, seed)
 
     @property
@@ -82,8 +82,9 @@ class GPT(nn.Module):
         if x is None:
             x = dropout(self._embed(batch), run.rows, 0, self.config.embedding_dropout)
         again = recomputed(placement.recompute_layers, self.part.chunks)
-        for place, index in enumerate(self.part.chunk_layers[chunk]):
-            x = self.layers[str(index)](x, run, placement.recompute_level if place < again else "none")
+        with self._precision():
+            for place, index in enumerate(self.part.chunk_layers[chunk]):
+                x = self.layers[str(index)](x, run, placement.recompute_level if place < again else "none")
         return x
 
     def _run(self, batch: PackedTokens, placement: Placement, dtype: torch.dtype) -> Run:

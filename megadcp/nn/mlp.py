@@ -67,10 +67,11 @@ def activation(kind: str) -> Callable[[Tensor], Tensor]:
 class Mlp(nn.Module):
     """x [t, h] -> [t, h]. `up` and `down` are called apart by the block, which may recompute the product between them."""
 
-    def __init__(self, config: ModelConfig, backend: Backend):
+    def __init__(self, config: ModelConfig, backend: Backend, norm: nn.Module):
+        """norm: the one before it, which the block calls."""
         super().__init__()
         parts = ((config.ffn, 1), (config.ffn, 1)) if config.gated else ((config.ffn, 1),)
-        self.up = backend.linear(config.hidden, len(parts) * config.ffn, config.mlp_bias, "column", parts)
+        self.up = backend.linear(config.hidden, len(parts) * config.ffn, config.mlp_bias, "column", parts, norm)
         self.down = backend.linear(config.ffn, config.hidden, config.mlp_bias, "row")
         self.activation = activation(config.mlp)
 

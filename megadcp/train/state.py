@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megadcp.backends.torch_sharded import torch_backend
+from megadcp.backends.choose import make_backend
 from megadcp.config.check import UserError
 from megadcp.config.run_file import to_dict
 from megadcp.config.schema import Config
@@ -126,7 +126,7 @@ def new_state(config: Config, device: torch.device, order: str = "", tokenizer: 
     if dtype != torch.float32:
         masters = weights(build_model(config, device, torch.float32, pool))
     gradients = GradientBuffers(model.named_parameters(), pool, config.model.tied)
-    optimizer = Optimizer(model, gradients, torch_backend(dtype, device), config.optim, masters)
+    optimizer = Optimizer(model, gradients, make_backend(config.precision, dtype, device), config.optim, masters)
     return TrainState(config, device, model, optimizer, gradients, Progress(), order, tokenizer, pool)
 
 
@@ -135,7 +135,8 @@ def build_model(config: Config, device: torch.device, dtype: torch.dtype, pool: 
     parallel = config.parallel
     tp = None if pool is None else pool.tp
     part = parts_of(stage_layers_from(parallel, config.model.layers), parallel.virtual_stages)[pool.coords.pp] if pool is not None else None
-    return GPT(config.model, torch_backend(dtype, device, tp, parallel.sequence_parallel), config.run.seed, int(config.hardware.loss_chunk), part)
+    backend = make_backend(config.precision, dtype, device, tp, parallel.sequence_parallel)
+    return GPT(config.model, backend, config.run.seed, int(config.hardware.loss_chunk), part)
 
 
 def model_dtype(config: Config) -> torch.dtype:
