@@ -181,6 +181,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, meta)
 
 
+def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Parameter name -> whole tensor on the CPU, in the format it was trained in, whatever layout saved it. A tied head is not in it."""
+    return checkpoint.tensors("model")
+
+
 def require_match(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: Path) -> None:
     """CheckpointError that names every missing, extra and misshapen tensor (the first few of each, and their number)."""
     problems = []
