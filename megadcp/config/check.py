@@ -24,7 +24,7 @@ def check(config: Config) -> None:
     Raises:
         UserError: the first contradiction found.
     """
-    parts = (_choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision)
+    parts = (_choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision, _health, _allowed)
     for part in parts:
         part(config)
 
@@ -63,14 +63,15 @@ AT_LEAST_ONE = {
     "model.rope.original_max_position", "data.max_length", "data.tokens_per_step", "data.prepare.corpus_bytes", "data.prepare.tokenizer_lines",
     "data.prepare.workers", "parallel.tp", "parallel.pp", "parallel.virtual_stages", "run.steps", "run.validate_tokens", "checkpoint.keep_last",
     "log.every", "cluster.nodes", "cluster.processes", "optim.max_skipped", "hardware.loss_chunk", "hardware.gpus_per_node",
+    "health.spike_window", "health.rollback_steps",
 }  # fmt: skip
 ABOVE_ZERO = {
     "model.norm_eps", "model.rope.theta", "model.rope.low_freq_factor", "model.rope.high_freq_factor", "model.rope.beta_fast", "model.rope.beta_slow",
     "model.init_std", "optim.lr", "optim.eps", "hardware.gemm_flops.fp32", "hardware.gemm_flops.bf16", "hardware.gemm_flops.fp8",
     "hardware.attention_flops", "hardware.node_bytes", "hardware.net_bytes", "hardware.memory_bytes", "hardware.usable_fraction",
-    "hardware.reduce_bytes", "hardware.memory_bandwidth", "hardware.peak_flops",
+    "hardware.reduce_bytes", "hardware.memory_bandwidth", "hardware.peak_flops", "health.other_timeout_s", "health.oom_factor",
 }  # fmt: skip
-BELOW_ONE = {"optim.beta1", "optim.beta2", "model.embedding_dropout", "model.residual_dropout"}
+BELOW_ONE = {"health.oom_factor", "optim.beta1", "optim.beta2", "model.embedding_dropout", "model.residual_dropout"}
 UP_TO_ONE = {"optim.min_lr_share", "optim.decay_share", "hardware.tp_exposed", "hardware.usable_fraction", "hardware.reduce_overlap"}
 
 
@@ -298,6 +299,28 @@ def _optim(config: Config) -> None:
             f"optim.warmup_tokens={optim.warmup_tokens} is more than run.steps={steps} x data.tokens_per_step={config.data.tokens_per_step}; "
             f"legal here: 0 to {tokens}"
         )
+
+
+def _health(config: Config) -> None:
+    health = config.health
+    if health.spike != "none" and health.spike_factor <= 1:
+        raise UserError(f"health.spike_factor={health.spike_factor} would call every ordinary step a spike; legal with health.spike: above 1")
+    if 0 < health.straggler_factor <= 1:
+        raise UserError(f"health.straggler_factor={health.straggler_factor} would call every lane slow; legal here: above 1, or 0 for never")
+    if "rollback" in (health.nan, health.spike) and health.rollback_documents == "skip" and config.data.mode == "stream":
+        raise UserError(
+            "health.rollback_documents=skip needs documents beyond those of run.steps, but the order of data.mode=stream ends with them; "
+            "set health.rollback_documents=repeat, or data.mode=documents"
+        )
+
+
+def _allowed(config: Config) -> None:
+    """checkpoint.allow_change names settings, items of lists (data.train[0].weight) or groups (data.train, optim)."""
+    names = [name for name, _ in settings()]
+    for asked in config.checkpoint.allow_change:
+        plain = re.sub(r"\[[0-9]+\].*", "", asked)
+        if not any(name == plain or name.startswith(f"{plain}.") for name in names):
+            raise UserError(f"checkpoint.allow_change names {asked}, which is no setting; {nearest(asked, names)}")
 
 
 def _precision(config: Config) -> None:

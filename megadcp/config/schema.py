@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 MISSING = "???"  # Hydra's mark for a value that must be given
+BAD_STEP = ("skip", "stop", "rollback")
 
 
 def setting(default: Any, unit: str, why: str, choices: tuple[str, ...] = ()) -> Any:
@@ -147,6 +148,7 @@ class PlanConfig:
     worker: str = setting("process", "name", "who plans ahead: a process of its own, or a thread of the trainer", ("process", "thread"))
     worker_death: str = setting("stop", "name", "when the planning process dies: stop the run, or plan on in the trainer", ("stop", "replace"))
     refit: bool = setting(False, "flag", "correct the hardware profile by what steps take; plans carry the profile in force")
+    refit_lane_speed: bool = setting(False, "flag", "correct lane_speed by what steps take, so that slow lanes get less work")
     compress: bool = setting(False, "flag", "write plans.jsonl.zst instead of plans.jsonl; needs zstandard")
 
 
@@ -199,6 +201,7 @@ class CheckpointConfig:
     every: int = setting(0, "steps", "steps between saves; 0 saves at the end only")
     keep_last: int = setting(2, "checkpoints", "older ones are removed after a newer one is complete")
     resume: str = setting("auto", "name", "auto: go on where the run folder stops; refuse: an existing run is an error", ("auto", "refuse"))
+    allow_change: tuple[str, ...] = setting((), "names", "settings of an existing run that may differ now, [data.train,optim.lr]; others are refused")
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,24 @@ class LogConfig:
 
     every: int = setting(10, "steps", "steps between console lines; metrics.jsonl has every step")
     console: str = setting("auto", "name", "rich on a terminal, plain lines otherwise", ("auto", "rich", "plain"))
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """What is watched while a run goes on, and what is done about it."""
+
+    nan: str = setting("skip", "name", "a step with NaN or Inf: skip it (up to optim.max_skipped in a row), stop, or roll back", BAD_STEP)
+    spike: str = setting("none", "name", "a step with a loss spike: nothing, skip it, stop, or roll back", ("none", *BAD_STEP))
+    spike_factor: float = setting(2.0, "1", "a loss above this times the median of the last spike_window steps is a spike")
+    spike_window: int = setting(50, "steps", "steps whose losses that median is taken of; nothing is a spike before they are there")
+    rollback_steps: int = setting(1, "steps", "least steps to roll back, to the newest checkpoint that is so old")
+    rollback_documents: str = setting("skip", "name", "documents of the steps rolled back: left out, or trained on again", ("skip", "repeat"))
+    max_rollbacks: int = setting(3, "times", "rollbacks of one run after which it ends")
+    step_timeout_s: float = setting(0.0, "s", "a step without end for so long ends the run, with all stacks; 0: 10 x the longest so far, at least 120 s")
+    other_timeout_s: float = setting(3600.0, "s", "the same for starting, the first step, validating, saving and finishing")
+    oom_restarts: int = setting(5, "times", "restarts after a rank ran out of memory, each with less memory for the plans; then the run ends")
+    oom_factor: float = setting(0.9, "1", "what hardware.usable_fraction is multiplied by at each such restart")
+    straggler_factor: float = setting(1.2, "1", "a lane slower than the fastest by this factor is told of; 0: never")
 
 
 # ---------------------------------------------------------------------------------------------------- cluster, hardware
@@ -273,6 +294,7 @@ class Config:
     optim: OptimConfig = setting(OptimConfig, "group", "optimizer and schedule")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "group", "saving")
     log: LogConfig = setting(LogConfig, "group", "logging")
+    health: HealthConfig = setting(HealthConfig, "group", "what is watched")
     cluster: ClusterConfig = setting(ClusterConfig, "group", "where it runs")
     hardware: HardwareConfig = setting(HardwareConfig, "group", "cost-model coefficients")
 
