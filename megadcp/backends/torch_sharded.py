@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megadcp.backends.torch_backend import Embedding, TorchBackend
 from megadcp.mesh.groups import Group
 from megadcp.nn.shard import mark
-from megadcp.parallel.tensor import ColumnLinear, RowLinear, VocabularyEmbedding, local_heads, stream_rows
+from megadcp.parallel.tensor import ColumnLinear, Places, RowLinear, VocabularyEmbedding, local_heads, stream_rows
 from megadcp.parallel.tensor_loss import parallel_cross_entropy, whole_logits
 
 
@@ -34,7 +34,7 @@ class ShardedBackend(TorchBackend):
         self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = (), norm: nn.Module | None = None
     ) -> nn.Module:
         """Make a column linear (residual stream -> [t, out / T]) or a row linear (back)."""
-        sizes, places = (in_features, out_features), (self.dtype, self.device)
+        sizes, places = (in_features, out_features), Places(self.dtype, self.device)
         if kind == "column":
             return ColumnLinear(sizes, parts, bias, self.tp, self.sequence_parallel, places)
         if kind == "row":
@@ -44,7 +44,7 @@ class ShardedBackend(TorchBackend):
     def embedding(self, rows: int, features: int, kind: str = "vocabulary") -> nn.Module:
         """Make ids [t] -> residual stream, or (positions) a whole table for ids that `stream` has cut."""
         if kind == "vocabulary":
-            return VocabularyEmbedding(rows, features, self.tp, self.sequence_parallel, (self.dtype, self.device))
+            return VocabularyEmbedding(rows, features, self.tp, self.sequence_parallel, Places(self.dtype, self.device))
         made = Embedding(rows, features, self.dtype, self.device)
         mark(made.weight, partial=self.sequence_parallel)
         return made

@@ -10,6 +10,7 @@ Legend: t tokens of the microbatch on this lane, h hidden, T tensor-parallel ran
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,16 @@ from torch import Tensor, nn
 from megadcp.mesh.groups import Group
 from megadcp.nn.shard import by_parts, contiguous, mark
 from megadcp.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megadcp.parallel.product import PLAIN, Product, gathered_linear, linear, weight_for
 
-Places = tuple[torch.dtype, torch.device]
+
+@dataclass(frozen=True)
+class Places:
+    """Format and device of parameters, and how linears multiply."""
+
+    dtype: torch.dtype
+    device: torch.device
+    product: Product = PLAIN
 
 
 # ---------------------------------------------------------------------------------------------- between stream and ranks
@@ -33,24 +42,6 @@ def scatter(partial: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
     """Every rank's part of a sum [t, ..] -> residual stream, outside autograd. `partial` may be overwritten."""
     partial = partial.contiguous()
     return reduce_scatter(partial, tp) if sequence_parallel else all_reduce(partial, tp)
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """Residual stream, weight [out / T, h] -> [t, out / T]. Keeps the stream, not what was gathered of it: gathered again in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.sequence_parallel, ctx.biased = tp, sequence_parallel, bias is not None
-        return F.linear(gather(x, tp, sequence_parallel), weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0]
-        dx = scatter(grad @ weight, ctx.tp, ctx.sequence_parallel) if ctx.needs_input_grad[0] else None
-        dw = grad.t() @ gather(x, ctx.tp, ctx.sequence_parallel) if ctx.needs_input_grad[1] else None
-        return dx, dw, grad.sum(0) if ctx.biased and ctx.needs_input_grad[2] else None, None, None
 
 
 class _ToStream(torch.autograd.Function):
@@ -66,7 +57,6 @@ class _ToStream(torch.autograd.Function):
         return gather(grads[0], ctx.tp, ctx.sequence_parallel), None, None
 
 
-_column_linear: Callable[[Tensor, Tensor, Tensor | None, Group, bool], Tensor] = _ColumnLinear.apply
 _to_stream: Callable[[Tensor, Group, bool], Tensor] = _ToStream.apply
 
 
@@ -76,18 +66,18 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, sizes: tuple[int, int], parts: tuple[tuple[int, int], ...], bias: bool, tp: Group, sequence_parallel: bool, places: Places):
         super().__init__()
-        (features, out), (dtype, device) = sizes, places
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        features, out = sizes
+        self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, places.product
         shard = by_parts((out, features), parts or ((out, 1),), tp.size, tp.index)
-        self.weight = mark(nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device=device)), shard)
+        self.weight = mark(weight_for(self.product, shard.local_shape, places.dtype, places.device), shard)
         self.bias: nn.Parameter | None = None
         if bias:
             rows = by_parts((out,), parts or ((out, 1),), tp.size, tp.index)
-            self.bias = mark(nn.Parameter(torch.empty(rows.local_shape, dtype=dtype, device=device)), rows)
+            self.bias = mark(nn.Parameter(torch.empty(rows.local_shape, dtype=places.dtype, device=places.device)), rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the residual stream to [t, out / T]."""
-        return _column_linear(x, self.weight, self.bias, self.tp, self.sequence_parallel)
+        return gathered_linear(x, self.weight, self.bias, self.product, self.tp, self.sequence_parallel)
 
 
 class RowLinear(nn.Module):
@@ -95,19 +85,19 @@ class RowLinear(nn.Module):
 
     def __init__(self, sizes: tuple[int, int], bias: bool, tp: Group, sequence_parallel: bool, places: Places):
         super().__init__()
-        (features, out), (dtype, device) = sizes, places
+        features, out = sizes
         if features % tp.size:
             raise ValueError(f"{features} input features can't be divided among {tp.size} tensor-parallel ranks")
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, places.product
         shard = contiguous((out, features), 1, tp.size, tp.index)
-        self.weight = mark(nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device=device)), shard)
+        self.weight = mark(weight_for(self.product, shard.local_shape, places.dtype, places.device), shard)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = mark(nn.Parameter(torch.empty(out, dtype=dtype, device=device)), partial=sequence_parallel)
+            self.bias = mark(nn.Parameter(torch.empty(out, dtype=places.dtype, device=places.device)), partial=sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [t, in / T] to the residual stream."""
-        out = _to_stream(F.linear(x, self.weight), self.tp, self.sequence_parallel)
+        out = _to_stream(linear(x, self.weight, None, self.product), self.tp, self.sequence_parallel)
         return out if self.bias is None else out + self.bias
 
 
@@ -119,7 +109,7 @@ class VocabularyEmbedding(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         shard = contiguous((rows, features), 0, tp.size, tp.index)
         self.rows, self.first, self.held = rows, tp.index * shard.local, shard.local
-        self.weight = mark(nn.Parameter(torch.empty(shard.local_shape, dtype=places[0], device=places[1])), shard)
+        self.weight = mark(nn.Parameter(torch.empty(shard.local_shape, dtype=places.dtype, device=places.device)), shard)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids [t]."""
