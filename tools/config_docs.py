@@ -42,7 +42,8 @@ def page() -> str:
 
 
 def _default(field: dataclasses.Field) -> str:
-    value = field.default if field.default is not dataclasses.MISSING else list(field.default_factory())
+    made = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    value = list(made) if isinstance(made, tuple) else made
     if value == MISSING or value == "":
         return "must be given" if value else "empty"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

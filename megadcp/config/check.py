@@ -24,7 +24,10 @@ def check(config: Config) -> None:
     Raises:
         UserError: the first contradiction found.
     """
-    parts = (_choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision, _health, _allowed)
+    parts = (
+        _choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision, _health, _allowed,
+        _environment,
+    )  # fmt: skip
     for part in parts:
         part(config)
 
@@ -328,14 +331,32 @@ def _precision(config: Config) -> None:
         return
     unit = 128 if config.precision.format == "fp8_block" else 16
     model, tp = config.model, config.parallel.tp
+    kv_heads = max(1, model.kv_heads // tp)
     sizes = {
         "model.hidden": model.hidden,
         "model.ffn / parallel.tp": model.ffn // tp,
         "model.heads * model.head_dim / parallel.tp": model.heads * model.head_dim // tp,
+        "(model.heads + 2 * model.kv_heads) * model.head_dim / parallel.tp": (model.heads // tp + 2 * kv_heads) * model.head_dim,
     }
     for name, size in sizes.items():
         if size % unit:
+            below, above = size // unit * unit, -(-size // unit) * unit
             raise UserError(
                 f"precision.format={config.precision.format} needs matrix sides divisible by {unit}, but {name} = {size}; "
-                f"nearest: {max(unit, size // unit * unit)}, or precision=bf16"
+                f"nearest: {f'{below} or ' if below else ''}{above}, or precision=bf16"
             )
+
+
+# ---------------------------------------------------------------------------------------------------------------- cluster
+OF_THE_LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"}
+
+
+def _environment(config: Config) -> None:
+    for name, value in config.cluster.environment.items():
+        key = f"cluster.environment.{name}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"cluster.environment: {name!r} can't name a variable; legal here: letters, digits and _, no digit first")
+        if name in OF_THE_LAUNCHER or name.startswith("SLURM_"):
+            raise UserError(f"{key} is for whoever starts the ranks to set, not for a config; leave it out")
+        if not value.isprintable():
+            raise UserError(f"{key}={value!r} holds characters that don't print; legal here: one line of text")

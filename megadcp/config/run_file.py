@@ -105,6 +105,8 @@ def unknown_setting(key: str) -> str | None:
     for depth, part in enumerate(parts):
         if typing.get_origin(node) is tuple and part.isdigit():
             node = typing.get_args(node)[0]
+        elif typing.get_origin(node) is dict:  # its names are the user's
+            node = typing.get_args(node)[1]
         elif dataclasses.is_dataclass(node) and part in _fields(node):
             node = typing.get_type_hints(node)[part]
         else:
@@ -116,7 +118,10 @@ def check_setting(key: str, value: Any) -> None:
     """Refuse a value that the setting `key`, which must exist, can't hold; text is taken as it is (it may be an interpolation)."""
     node: Any = Config
     for part in key.replace("[", ".").replace("]", "").split("."):
-        node = typing.get_args(node)[0] if typing.get_origin(node) is tuple else typing.get_type_hints(node)[part]
+        if typing.get_origin(node) in (tuple, dict):
+            node = typing.get_args(node)[typing.get_origin(node) is dict]
+        else:
+            node = typing.get_type_hints(node)[part]
     if node is not str and not (isinstance(value, str) and "${" in value):
         _value(node, value, key)
 
@@ -147,6 +152,8 @@ def one_line(error: object) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_dict(value)
+    if isinstance(value, dict):
+        return dict(value)
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
@@ -168,7 +175,7 @@ def _group(kind: Any, data: Any, key: str) -> Any:
 
 
 def _value(hint: Any, value: Any, key: str) -> Any:
-    """One value of type `hint`, which is a dataclass, tuple[X, ...], Optional[X] or a plain type."""
+    """One value of type `hint`, which is a dataclass, tuple[X, ...], dict[str, X], Optional[X] or a plain type."""
     if dataclasses.is_dataclass(hint):
         return _group(hint, value, key)
     origin = typing.get_origin(hint)
@@ -176,6 +183,10 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise UserError(f"{key}={value} is not a list; write {key}=[A,B]")
         return tuple(_value(typing.get_args(hint)[0], each, f"{key}[{index}]") for index, each in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise UserError(f"{key}={value} does not map names to values; write {key}={{NAME: 'VALUE'}}")
+        return {_scalar(str, name, f"a name in {key}"): _value(typing.get_args(hint)[1], each, f"{key}.{name}") for name, each in value.items()}
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _value(next(each for each in typing.get_args(hint) if each is not type(None)), value, key)
     if isinstance(value, str) and value == MISSING:

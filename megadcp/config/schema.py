@@ -19,6 +19,8 @@ def setting(default: Any, unit: str, why: str, choices: tuple[str, ...] = ()) ->
     metadata = {"unit": unit, "why": why, "choices": choices}
     if isinstance(default, (list, tuple)):
         return field(default_factory=lambda: tuple(default), metadata=metadata)
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), hash=False, metadata=metadata)
     if dataclasses.is_dataclass(default) and isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -240,6 +242,7 @@ class ClusterConfig:
     processes: int = setting(1, "ranks", "ranks per node")
     device: str = setting("auto", "name", "auto takes a GPU when there is one", ("auto", "cpu", "cuda"))
     threads: int = setting(0, "threads", "CPU threads per rank; 0 leaves torch's default")
+    environment: dict[str, str] = setting({}, "name: value", "environment variables of the ranks; one that is already set in the shell stays")
 
     @property
     def world(self) -> int:

@@ -186,6 +186,8 @@ def join(config: Config, timeout_s: float = TIMEOUT_SECONDS) -> World:
     here = place()
     _guard()
     _check_size(here, config)
+    for name, value in config.cluster.environment.items():  # before torch, CUDA and NCCL read it; the shell's own word counts
+        os.environ.setdefault(name, value)
     import torch
 
     device = _device(config, here)

@@ -98,7 +98,14 @@ QUICKSTART_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optim__warmup_tokens": 10}, ["optim.warmup_steps=40", "optim.warmup_tokens=10", "both"]),
     ({"optim__warmup_steps": 801}, ["optim.warmup_steps=801", "run.steps=800"]),
     ({"optim__warmup_steps": 0, "optim__warmup_tokens": 819201}, ["optim.warmup_tokens=819201", "0 to 819200"]),
-    ({"precision__format": "fp8_block"}, ["precision.format=fp8_block", "128", "model.ffn / parallel.tp = 320", "256"]),
+    ({"precision__format": "fp8_block"}, ["precision.format=fp8_block", "128", "model.ffn / parallel.tp = 320", "256 or 384", "precision=bf16"]),
+    ({"precision__format": "fp8_current", "model__hidden": 100}, ["precision.format=fp8_current", "by 16", "model.hidden = 100", "96 or 112"]),
+    ({"precision__format": "fp8_current", "model__hidden": 8}, ["model.hidden = 8", "nearest: 16,"]),
+    ({"precision__format": "fp8_current", "model__heads": 8, "model__kv_heads": 1, "model__head_dim": 4}, ["kv_heads", "= 40", "32 or 48"]),
+    ({"cluster__environment": {"2X": "1"}}, ["cluster.environment", "'2X'", "letters"]),
+    ({"cluster__environment": {"LOCAL_RANK": "1"}}, ["cluster.environment.LOCAL_RANK", "starts the ranks"]),
+    ({"cluster__environment": {"SLURM_NTASKS": "1"}}, ["cluster.environment.SLURM_NTASKS"]),
+    ({"cluster__environment": {"NCCL_DEBUG": "WARN\nX=1"}}, ["cluster.environment.NCCL_DEBUG", "one line"]),
     ({"parallel__virtual_stages": 2}, ["parallel.virtual_stages=2", "parallel.pp=1"]),
     ({"parallel__max_cp": 2}, ["parallel.max_cp=2", "1 lanes", "0, 1"]),
     ({"parallel__pp": 2}, ["parallel.pp=2", "cluster.nodes=1", "1 ranks"]),
@@ -124,6 +131,7 @@ LARGE_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"parallel__stage_layers": (20, 20, 20, 21)}, ["81 layers", "model.layers=80"]),
     ({"parallel__stage_layers": (79, 1, 0, 0)}, ["fewer layers", "parallel.virtual_stages=1"]),
     ({"parallel__pp": 1, "parallel__max_cp": 3}, ["parallel.max_cp=3", "4 lanes", "0, 1, 2, 4"]),
+    ({"model__ffn": 28680}, ["precision.format=fp8_current", "model.ffn / parallel.tp = 3585", "3584 or 3600"]),
 ]
 
 
@@ -138,6 +146,9 @@ def test_contradictions_of_a_layout(values: dict[str, Any], parts: list[str]) ->
     ("base", "values"),
     [
         (QUICKSTART, {"model__kv_heads": 1}),
+        (QUICKSTART, {"precision__format": "fp8_current", "model__hidden": 112}),
+        (QUICKSTART, {"precision__format": "fp8_block", "model__ffn": 384}),
+        (QUICKSTART, {"cluster__environment": {"NCCL_DEBUG": "WARN", "_X": ""}}),
         (QUICKSTART, {"model__position": "learned", "model__max_position": 512}),
         (QUICKSTART, {"model__position": "learned", "model__max_position": 512, "model__head_dim": 33}),
         (QUICKSTART, {"data__tokens_per_step": 512}),

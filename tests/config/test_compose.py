@@ -89,6 +89,26 @@ def test_the_h200_profile() -> None:
     assert compose(["hardware=cpu"]).hardware.peak_flops is None
 
 
+def test_the_environment_of_the_h200_nodes() -> None:
+    file = find_configs() / "cluster" / "h200_4x8.yaml"
+    environment = compose(["cluster=h200_4x8"]).cluster.environment
+    assert environment["NVTE_BATCH_MHA_P2P_COMM"] == "1", "the ring would make a communicator for every pair of ranks"
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert environment["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    lines = file.read_text(encoding="utf-8").split("environment:\n")[1].splitlines()
+    for name in environment:
+        assert name.startswith(("NCCL_", "NVTE_", "TORCH_", "PYTORCH_", "CUDA_")), name
+        place = next(number for number, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
+        assert lines[place - 1].strip().startswith("#"), f"{name}: say why"
+
+
+def test_one_variable_of_the_environment() -> None:
+    environment = compose(["cluster=h200_4x8", "cluster.environment.NCCL_DEBUG=INFO", "++cluster.environment.NCCL_IB_HCA=mlx5_0"]).cluster.environment
+    assert (environment["NCCL_DEBUG"], environment["NCCL_IB_HCA"]) == ("INFO", "mlx5_0")
+    assert compose(["++cluster.environment.NCCL_MAX_CTAS=16"]).cluster.environment == {"NCCL_MAX_CTAS": "16"}
+    assert compose().cluster.environment == {}
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp8"])
 def test_precisions(name: str) -> None:
     assert compose([f"precision={name}"]).precision.format.startswith(name)
@@ -111,6 +131,8 @@ def test_nothing_of_omegaconf_gets_inside() -> None:
             return type(value).__module__ == "megadcp.config.schema" and all(plain(getattr(value, f.name)) for f in dataclasses.fields(value))
         if isinstance(value, tuple):
             return all(map(plain, value))
+        if type(value) is dict:
+            return all(type(key) is str and plain(each) for key, each in value.items())
         return type(value) in (int, float, str, bool, type(None))
 
     config = compose(["data.split=[1,0,0]"])

@@ -27,6 +27,8 @@ def values(hint: object) -> st.SearchStrategy:
         return st.builds(hint, **{field.name: values(hints[field.name]) for field in dataclasses.fields(hint)})
     if typing.get_origin(hint) is tuple:
         return st.lists(values(typing.get_args(hint)[0]), max_size=3).map(tuple)
+    if typing.get_origin(hint) is dict:
+        return st.dictionaries(values(str), values(typing.get_args(hint)[1]), max_size=3)
     if typing.get_origin(hint) is typing.Union:
         return st.none() | values(typing.get_args(hint)[0])
     return {
@@ -94,6 +96,8 @@ def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
         ("optim:\n  lr: null\n", ["optim.lr=None", "number"]),
         ("run:\n  name: 5\n", ["run.name=5", "text"]),
         ("model: 3\n", ["model=3", "group"]),
+        ("cluster:\n  environment: [A]\n", ["cluster.environment=['A']", "names to values"]),
+        ("cluster:\n  environment: {NCCL_DEBUG: 1}\n", ["cluster.environment.NCCL_DEBUG=1", "text"]),
         ("- 1\n", ["no settings"]),
         ("a: [\n", ["YAML"]),
         ("run:\n  steps: 3\n", ["run.name", "must be given"]),
@@ -131,6 +135,7 @@ def test_names_of_settings() -> None:
         assert unknown_setting(name) is None
     assert unknown_setting("data.train[3].prefix") is None
     assert unknown_setting("model.rope") is None
+    assert unknown_setting("cluster.environment.NCCL_DEBUG") is None
     for wrong in ("model.rope.theta.x", "data.train.prefix", "modelx", "model.", ""):
         assert unknown_setting(wrong), wrong
 

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def test_a_world_of_one():
     world.close()
     with pytest.raises(KeyError), launch.join(config()):
         raise KeyError
+
+
+def test_the_environment_of_the_cluster_fills_what_the_shell_left_open(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MEGADCP_TEST_A", "x")  # so that both are as before afterwards
+    monkeypatch.delenv("MEGADCP_TEST_A")
+    asked = config()
+    asked = replace(asked, cluster=replace(asked.cluster, environment={"NCCL_DEBUG": "WARN", "MEGADCP_TEST_A": "1"}))
+    with launch.join(asked):
+        assert (os.environ["NCCL_DEBUG"], os.environ["MEGADCP_TEST_A"]) == ("INFO", "1")
 
 
 def test_a_process_alone_for_many_ranks_is_refused():
