@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -11,24 +12,27 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from megadcp.backends import apex_backend
 from megadcp.backends.torch_attention import cpu_attention, cuda_attention
 from megadcp.nn.backend import PackedTokens, Placement
 from megadcp.nn.loss import chunked_cross_entropy
 from megadcp.nn.norm import LayerNorm, RmsNorm
 from megadcp.parallel.context import Where, attention
+from megadcp.parallel.product import PLAIN, Product, linear, weight_for
 
 
 class Linear(nn.Module):
     """x [t, in] -> [t, out]. Its values are set by nn/init.py, so none are drawn here."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device, product: Product = PLAIN):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.product = product
+        self.weight = weight_for(product, (out_features, in_features), dtype, device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [t, in] to [t, out]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.product)
 
 
 class Embedding(nn.Module):
@@ -44,16 +48,23 @@ class Embedding(nn.Module):
 
 
 class TorchBackend:
-    """Makes model parts with parameters of `dtype` on `device`. fp32, fp64 and bf16."""
+    """Makes model parts with parameters of `dtype` on `device`. fp32, fp64 and bf16.
+
+    product: how the layers' linears multiply; those of the first and last `plain_ends` layers do it in `dtype` whatever it is.
+    """
 
     name = "torch"
 
-    def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
-        self.dtype, self.device = dtype, torch.device(device)
+    def __init__(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", product: Product = PLAIN, plain_ends: int = 0):
+        self.dtype, self.device, self.product, self.plain_ends = dtype, torch.device(device), product, plain_ends
 
     def layer(self, index: int, layers: int) -> TorchBackend:
-        """All layers are alike."""
-        return self
+        """All layers are alike, but perhaps the first and last ones."""
+        if self.plain_ends <= index < layers - self.plain_ends:
+            return self
+        made = copy.copy(self)
+        made.product, made.plain_ends = PLAIN, 0
+        return made
 
     def precision(self) -> AbstractContextManager[None]:
         """Nothing to switch."""
@@ -63,7 +74,7 @@ class TorchBackend:
         self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = (), norm: nn.Module | None = None
     ) -> nn.Module:
         """Make x [t, in] -> [t, out]; kind and parts matter to sharded backends only, norm to those that fuse it."""
-        return Linear(in_features, out_features, bias, self.dtype, self.device)
+        return Linear(in_features, out_features, bias, self.dtype, self.device, self.product)
 
     def embedding(self, rows: int, features: int, kind: str = "vocabulary") -> nn.Module:
         """Make ids [t] -> [t, features]."""
@@ -111,6 +122,12 @@ class TorchBackend:
         )
         return out
 
+    def remake(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """The same: recompute stops before the product of the linear at the end, because no tensor after that is needed."""
+        return self.recompute(function, *inputs)
+
     def optimizer(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-        """Make torch's fused AdamW; each group carries its weight_decay."""
+        """Make a fused AdamW, apex's where it is and can, else torch's; each group carries its weight_decay."""
+        if apex_backend.takes(groups) and apex_backend.probe().adam:
+            return apex_backend.fused_adamw(groups, lr, betas, eps)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

@@ -38,7 +38,7 @@ class Block(nn.Module):
         super().__init__()
         self.sites = (1 + 2 * index, 2 + 2 * index)
         self.probability = config.residual_dropout
-        self.recompute = backend.recompute
+        self.recompute, self.remake = backend.recompute, backend.remake
         self.attention_norm = backend.norm(config.norm, config.hidden, config.norm_eps)
         self.attention = Attention(config, backend, self.attention_norm)
         self.mlp_norm = backend.norm(config.norm, config.hidden, config.norm_eps)
@@ -51,15 +51,14 @@ class Block(nn.Module):
         return self._layer(x, run, level)
 
     def _layer(self, x: Tensor, run: Run, level: str) -> Tensor:
-        qkv = self.recompute(self._qkv, x) if level == "selective" else self._qkv(x)
+        qkv = self.remake(self._qkv, x) if level == "selective" else self._qkv(x)
         branch = self.attention.attend(qkv, run.rope, run.batch, run.placement)
         x = x + dropout(branch, run.rows, self.sites[0], self.probability)
         return x + dropout(self._mlp_at(level, x), run.rows, self.sites[1], self.probability)
 
     def _mlp_at(self, level: str, x: Tensor) -> Tensor:
         if level == "selective":
-            # Each recomputed piece ends in a linear layer. Recompute stops at the last tensor needed, so its product is not made again.
-            return self.recompute(self.mlp.project, self.recompute(self._up, x))
+            return self.remake(self.mlp.project, self.remake(self._up, x))
         return self.recompute(self._mlp, x) if level == "mlp" else self._mlp(x)
 
     def _qkv(self, x: Tensor) -> Tensor:
