@@ -120,8 +120,9 @@ class Refit:
 
     def _samples(self, plan: StepPlan, table: Floats) -> tuple[Floats, Floats, Floats]:
         parts, seconds, layout = [], [], plan.layout
+        basis = Basis.of(plan)  # its lane speeds may follow the run (stragglers.py)
         for one in plan.microbatches:
-            speed = self.basis.speed(one.lane, one.cp)
+            speed = basis.speed(one.lane, one.cp)
             for stage in range(layout.pp):
                 ranks = _ranks(self.mesh, layout, stage, one.lane, one.cp)
                 measured = table[ranks, one.slot]
@@ -181,11 +182,16 @@ class Refit:
             raise UserError("the state of the refit is not the moments of three factors")
         if last != self._first - 1:
             raise UserError(f"the state of the refit is of step {last}, but the run goes on with step {self._first}")
-        if profile != asdict(self.basis.profile):
+        if _rates(profile) != _rates(asdict(self.basis.profile)):
             return "the refit starts anew: the hardware profile has changed since the checkpoint"
         self._history = history or self._history
         self._moments, self._weight = moments, weight
         return ""
+
+
+def _rates(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """What seconds follow from: memory is no part of it (it shrinks after a rank ran out)."""
+    return {name: value for name, value in profile.items() if name not in ("memory_bytes", "usable_fraction")}
 
 
 def _ranks(mesh: Mesh, layout: Layout, stage: int, lane: int, cp: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,10 +12,12 @@ from torch import nn
 
 from megadcp.data.batch import Pack
 from megadcp.engine.agree import agree
-from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane, to_device
+from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane
 from megadcp.engine.measure import Measured, Stopwatch
+from megadcp.engine.transfer import to_device
 from megadcp.mesh.coords import Coords, Mesh
 from megadcp.mesh.groups import Group, GroupPool
+from megadcp.mesh.streams import Streams
 from megadcp.nn.part import Part
 from megadcp.parallel.gradients import GradientBuffers
 from megadcp.plan.basis import Basis
@@ -63,6 +65,11 @@ class Engine:
         return Group.single() if self.pool is None else self.pool.pipeline
 
     @property
+    def streams(self) -> Streams:
+        """Where messages and copies of this run travel."""
+        return self.gradients.streams
+
+    @property
     def part(self) -> Part | None:
         """Which layers are here; None for a model that knows no parts."""
         found: Part | None = getattr(self.model, "part", None)
@@ -97,8 +104,12 @@ class StepResult:
         return self.loss_sum / self.targets if self.targets else float("nan")
 
 
-def run_step(engine: Engine, plan: StepPlan, packs: Sequence[Pack], lr: float) -> StepResult:
+def run_step(
+    engine: Engine, plan: StepPlan, packs: Sequence[Pack], lr: float, refuse: Callable[[float, float], str] | None = None
+) -> StepResult:  # fmt: skip
     """One optimizer step. `packs` are this lane's, in slot order.
+
+    refuse: asked with mean loss and gradient norm, both finite and the same on all ranks, why they must not be applied; "" where they may.
 
     Raises:
         PlanError, ValueError: the plan is not legal, or not for these ranks or packs.
@@ -114,6 +125,8 @@ def run_step(engine: Engine, plan: StepPlan, packs: Sequence[Pack], lr: float) -
     ran = time.perf_counter()
     verdict = engine.gradients.finish(losses, max(1, targets), engine.clip_norm)
     problem = "" if verdict.finite and targets else describe_problem(verdict.loss_sum, targets)
+    if refuse is not None and not problem:
+        problem = refuse(verdict.loss_sum / targets, verdict.norm)
     if not problem:
         engine.optimizer.step(lr)
 
