@@ -202,6 +202,8 @@ class CheckpointConfig:
 
     every: int = setting(0, "steps", "steps between saves; 0 saves at the end only")
     keep_last: int = setting(2, "checkpoints", "older ones are removed after a newer one is complete")
+    keep_every: int = setting(0, "steps", "checkpoints of steps divisible by it stay for ever; 0: none")
+    async_save: bool = setting(True, "flag", "train on while a copy of the state in host memory is written; false waits and needs no copy")
     resume: str = setting("auto", "name", "auto: go on where the run folder stops; refuse: an existing run is an error", ("auto", "refuse"))
     allow_change: tuple[str, ...] = setting((), "names", "settings of an existing run that may differ now, [data.train,optim.lr]; others are refused")
 
@@ -234,6 +236,26 @@ class HealthConfig:
 
 # ---------------------------------------------------------------------------------------------------- cluster, hardware
 @dataclass(frozen=True)
+class SlurmConfig:
+    """The job that tools/submit.py queues."""
+
+    partition: str = setting("", "name", "partition; empty takes the cluster's default")
+    account: str = setting("", "name", "account that is charged; empty takes your default")
+    time: str = setting("1-00:00:00", "[days-]hours:minutes:seconds", "time limit of one job; a run that is longer goes on in the next")
+    stop_before: int = setting(600, "s", "how long before the limit the ranks are told to save and stop: at least one step and one save")
+    requeue: bool = setting(True, "flag", "a job that was stopped before its run was finished is queued again, and goes on")
+    exclusive: bool = setting(True, "flag", "whole nodes: all their cores and all their memory")
+    gres: str = setting("", "name", "devices of each node; empty asks for gpu:PROCESSES with cluster.device=cuda, for none otherwise")
+    cores: int = setting(0, "cores", "CPU cores of each node's task; 0 takes all that the job has")
+    options: tuple[str, ...] = setting((), "texts", "more lines for #SBATCH: ['--qos=high', '--exclude=node7']")
+    head: str = setting("", "address", "where the ranks find the first node; empty takes its name")
+    setup: tuple[str, ...] = setting((), "texts", "shell lines before the ranks start: ['module load cuda']")
+    python: str = setting("", "path", "interpreter on the nodes; empty takes the one that submits, in a container python3")
+    container: str = setting("", "image", "image for pyxis (srun --container-image): a registry's, or a .sqsh file; empty runs without")
+    mounts: tuple[str, ...] = setting((), "paths", "more folders in it, as HOST:CONTAINER; this repository and the current folder are there")
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """Where it runs."""
 
@@ -243,6 +265,7 @@ class ClusterConfig:
     device: str = setting("auto", "name", "auto takes a GPU when there is one", ("auto", "cpu", "cuda"))
     threads: int = setting(0, "threads", "CPU threads per rank; 0 leaves torch's default")
     environment: dict[str, str] = setting({}, "name: value", "environment variables of the ranks; one that is already set in the shell stays")
+    slurm: SlurmConfig = setting(SlurmConfig, "group", "the job that tools/submit.py queues")
 
     @property
     def world(self) -> int:

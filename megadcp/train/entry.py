@@ -68,14 +68,25 @@ def _as_rank(config: Config, folder: Path) -> int:
         return train(config, folder, world)
 
 
-def _open(folder: Path, config: Config, held: ExitStack) -> bool:
+def register(config: Config) -> bool:
+    """What start() does with the run folder, for whoever queues the run as a job; False: the run is finished, and was shown.
+
+    Raises:
+        UserError: the run folder holds another run, or a process is training in it.
+    """
+    with ExitStack() as held:
+        return _open(Path(config.run.folder) / config.run.name, config, held, prepare=False)
+
+
+def _open(folder: Path, config: Config, held: ExitStack, prepare: bool = True) -> bool:
     """Prepare data and folder, which is kept for this process until `held` is closed; False: the run is finished, and was shown."""
     if _exists(folder, config):
         changed = changes(folder, config)
         if finished(folder, config) and "run.steps" not in changed:
             _show(folder)
             return False
-    _prepare(config)
+    if prepare:
+        _prepare(config)
     _make(folder)
     held.enter_context(_only_process(folder))
     _freeze(folder, config)
