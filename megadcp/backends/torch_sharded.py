@@ -7,18 +7,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megadcp.backends import apex_backend
 from megadcp.backends.torch_backend import Embedding, TorchBackend
+from megadcp.backends.torch_fp8 import product_of
 from megadcp.mesh.groups import Group
 from megadcp.nn.shard import mark
+from megadcp.parallel.product import PLAIN, PlainProduct, Product
 from megadcp.parallel.tensor import ColumnLinear, Places, RowLinear, VocabularyEmbedding, local_heads, stream_rows
 from megadcp.parallel.tensor_loss import parallel_cross_entropy, whole_logits
 
 
-def torch_backend(dtype: torch.dtype, device: torch.device | str, tp: Group | None = None, sequence_parallel: bool = True) -> TorchBackend:
-    """The backend for a group of tensor-parallel ranks; None or a group of one: nothing is sharded."""
+def torch_backend(
+    dtype: torch.dtype, device: torch.device | str, tp: Group | None = None, sequence_parallel: bool = True, fp8: str = "", bf16_ends: int = 0
+) -> TorchBackend:
+    """The backend for a group of tensor-parallel ranks; None or a group of one: nothing is sharded.
+
+    fp8: "", fp8_current or fp8_block (torch_fp8.py), with parameters in bf16, of linears in layers but the first and last `bf16_ends`.
+    """
+    product = _product(dtype, torch.device(device), fp8)
     if tp is None or tp.size == 1:
-        return TorchBackend(dtype, device)
-    return ShardedBackend(dtype, device, tp, sequence_parallel)
+        return TorchBackend(dtype, device, product, bf16_ends)
+    return ShardedBackend(dtype, device, tp, sequence_parallel, product, bf16_ends)
+
+
+def _product(dtype: torch.dtype, device: torch.device, fp8: str) -> Product:
+    if fp8:
+        if dtype != torch.bfloat16:
+            raise ValueError(f"{fp8} rounds bf16 parameters and activations, not {dtype}")
+        return product_of(fp8)
+    if dtype == torch.bfloat16 and device.type == "cuda" and apex_backend.probe().wgrad:
+        return PlainProduct(apex_backend.add_product())
+    return PLAIN
 
 
 class ShardedBackend(TorchBackend):
@@ -26,15 +45,17 @@ class ShardedBackend(TorchBackend):
 
     name = "torch"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, tp: Group, sequence_parallel: bool):
-        super().__init__(dtype, device)
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str, tp: Group, sequence_parallel: bool, product: Product = PLAIN, plain_ends: int = 0
+    ):
+        super().__init__(dtype, device, product, plain_ends)
         self.tp, self.sequence_parallel = tp, sequence_parallel
 
     def linear(
         self, in_features: int, out_features: int, bias: bool, kind: str, parts: tuple[tuple[int, int], ...] = (), norm: nn.Module | None = None
     ) -> nn.Module:
         """Make a column linear (residual stream -> [t, out / T]) or a row linear (back)."""
-        sizes, places = (in_features, out_features), Places(self.dtype, self.device)
+        sizes, places = (in_features, out_features), Places(self.dtype, self.device, self.product)
         if kind == "column":
             return ColumnLinear(sizes, parts, bias, self.tp, self.sequence_parallel, places)
         if kind == "row":

@@ -165,8 +165,6 @@ def _linear(x: Tensor, call: _Call) -> Tensor:
 def weight_for(product: Product, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An empty weight [out, in] that the product can multiply with. ValueError if its sides don't fit."""
     if any(side % product.unit for side in shape):
-        raise ValueError(
-            f"a linear of {shape[1]} -> {shape[0]} features a rank can't run in {product.name}: both must be multiples of {product.unit}"
-        )
+        raise ValueError(f"{shape[1]} -> {shape[0]} features a rank can't run in {product.name}; both must be multiples of {product.unit}")
     weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
     return adds_itself(weight) if product.fused else weight
