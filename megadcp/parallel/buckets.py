@@ -1,7 +1,7 @@
 """Gradients of one stage in flat buckets, and their sum over lanes: each lane ends with an equal slice of every bucket.
 
 A bucket has parameters of one dtype that decay alike, in reverse order of use, so that the backward fills one bucket after the other. Its
-gradients are one fp32 tensor (fp64 for fp64 parameters). Sums over lanes start in the buckets' order on every lane: as soon as a lane's last
+gradients are one fp32 tensor (fp64 for fp64 parameters); modules may add to it themselves (main_grad.py). Sums over lanes start in the buckets' order on every lane: as soon as a lane's last
 backward has filled a bucket and those before it, or at the end.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megadcp.mesh.groups import Group
+from megadcp.parallel.main_grad import offer, was_added, withdraw
 from megadcp.parallel.replicas import Piece
 from megadcp.plan.step_plan import StepPlan
 
@@ -106,6 +107,8 @@ class GradientBuckets:
             index: (number, offset) for number, each in enumerate(self.buckets) for index, offset in zip(each.indices, each.offsets, strict=True)
         }
         self._views = [self._view(index) for index in range(len(parameters))]
+        for parameter, view in zip(parameters, self._views, strict=True):
+            offer(parameter, view)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._started: list[dist.Work | None] = []  # of the first buckets; the rest are not started
         self._awaited: list[set[int]] | None = None  # by bucket, parameters whose last gradient is to come; None: more microbatches come
@@ -133,7 +136,9 @@ class GradientBuckets:
         number = self.places[index][0]
         if number < len(self._started):
             raise RuntimeError("a gradient came after its bucket was sent to the other lanes: `last_microbatch` was called before the last one")
-        if gradient.dtype != view.dtype:
+        if was_added(parameter):
+            parameter.grad = None
+        elif gradient.dtype != view.dtype:
             view.add_(gradient)
             parameter.grad = None
         elif gradient.data_ptr() != view.data_ptr():  # somebody took the bucket's view away
@@ -191,7 +196,9 @@ class GradientBuckets:
         return found
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks and sums off the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            withdraw(parameter, view)

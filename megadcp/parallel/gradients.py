@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from megadcp.mesh.groups import GroupPool
 from megadcp.parallel.buckets import BUCKET_ELEMENTS, GradientBuckets, on_gradient
 from megadcp.parallel.collectives import all_reduce
+from megadcp.parallel.main_grad import offer, was_added, withdraw
 from megadcp.parallel.replicas import Piece, SumOverTp, pieces_of, split_counted
 from megadcp.parallel.replicas import sum_over_tp as sum_over_tp
 
@@ -40,7 +41,8 @@ class GradientBuffers:
     """Where the gradients of a model's trainable parameters are summed.
 
     Parameters of 4 bytes and more sum in their own `.grad` (no copy is made). For narrower ones (bf16) each microbatch's gradient is added
-    to an fp32 buffer as soon as the backward has it and is then dropped, so no second set of gradients exists at any time. With several
+    to an fp32 buffer as soon as the backward has it and is then dropped, so no second set of gradients exists at any time; weights whose
+    module adds to the buffer itself (main_grad.py) never have a narrow gradient. With several
     lanes both lie in flat buckets, which are summed over lanes so that each lane keeps a slice (buckets.py).
     """
 
@@ -63,6 +65,7 @@ class GradientBuffers:
         self._table = ""  # name of this rank's copy of a table that lives at both ends
         self._wide: dict[int, Tensor] = {}
         self._touched: set[int] = set()
+        self._offered: list[int] = []  # of those in _wide, the ones that modules add to themselves
         self._hooks: list[RemovableHandle] = []
         if self.pool is not None:
             self._table = self._find_table(self.pool, tied)
@@ -74,6 +77,8 @@ class GradientBuffers:
         for index, parameter in enumerate(self.parameters):
             if parameter.element_size() < 4:
                 self._wide[index] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+                if offer(parameter, self._wide[index]):
+                    self._offered.append(index)
                 self._hooks.append(on_gradient(parameter, partial(self._widen, index)))
 
     def _find_table(self, pool: GroupPool, tied: bool) -> str:
@@ -88,6 +93,9 @@ class GradientBuffers:
 
     def _widen(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if was_added(parameter):
+            parameter.grad = None
+            return
         if index in self._touched:
             self._wide[index].add_(parameter.grad)
         else:  # the first microbatch overwrites what the step before has left
@@ -96,11 +104,13 @@ class GradientBuffers:
         parameter.grad = None
 
     def zero(self) -> None:
-        """Start a step. With one lane it costs no pass over memory: the first microbatch writes instead of adding."""
+        """Start a step. With one lane it costs no pass over memory, but for sums that modules add to: the first microbatch writes."""
         if self.buckets is not None:
             self.buckets.zero()
             return
-        self._touched.clear()
+        self._touched = set(self._offered)
+        for index in self._offered:
+            self._wide[index].zero_()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -184,12 +194,14 @@ class GradientBuffers:
         return torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square().sum()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks and sums off the parameters."""
         if self.buckets is not None:
             self.buckets.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for index in self._offered:
+            withdraw(self.parameters[index], self._wide[index])
 
 
 def _scale_and_judge(sums: list[Tensor], loss_sum: Tensor, norm: Tensor, targets: int, clip_norm: float) -> Verdict:

@@ -27,8 +27,10 @@ def offer(parameter: nn.Parameter, total: Tensor) -> bool:
     return True
 
 
-def withdraw(parameter: nn.Parameter) -> None:
-    """Undo of `offer`: its gradients come in `grad` again."""
+def withdraw(parameter: nn.Parameter, total: Tensor) -> None:
+    """Undo of `offer`, unless others have been offered since: gradients come in `grad` again."""
+    if total_of(parameter) is not total:
+        return
     for name in ("main_grad", "grad_added_to_main_grad"):
         if hasattr(parameter, name):
             delattr(parameter, name)
