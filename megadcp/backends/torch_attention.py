@@ -21,7 +21,7 @@ from megadcp.nn.backend import PackedTokens
 Span = tuple[int, int, int, int]  # first row, documents, stretch (rows from one document to the next), real length
 
 
-def spans(borders: tuple[int, ...], real_lengths: list[int]) -> list[Span]:
+def spans(borders: tuple[int, ...], real_lengths: tuple[int, ...]) -> list[Span]:
     """Runs of neighbouring documents with equal stretch and length: each is one kernel call on a view. Empty documents are left out."""
     found: list[Span] = []
     for start, end, length in zip(borders[:-1], borders[1:], real_lengths, strict=True):
@@ -81,7 +81,7 @@ _cpu_attention: Callable[[Tensor, Tensor, Tensor, list[Span]], Tensor] = CpuAtte
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens) -> Tensor:
     """Fused CPU kernel, document by document."""
-    return _cpu_attention(q, k, v, spans(batch.cu_seqlens_list, batch.real_lengths.tolist()))
+    return _cpu_attention(q, k, v, spans(batch.cu_seqlens_list, batch.real_lengths_list))
 
 
 def cuda_attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megadcp.data.batch import Pack
 from megadcp.engine.measure import Stopwatch
 from megadcp.engine.placement import Placement
+from megadcp.engine.transfer import Transfers
 from megadcp.mesh.coords import Coords
 from megadcp.mesh.groups import GroupPool
 from megadcp.nn.backend import IGNORE, PackedTokens
@@ -67,17 +68,6 @@ def count_targets(pack: Pack) -> int:
     return int((pack.labels != IGNORE).sum())
 
 
-def to_device(pack: Pack, device: torch.device) -> PackedTokens:
-    """The pack as tensors. On a CPU they share the arrays' memory; to a GPU they go through pinned memory, without waiting."""
-
-    def move(name: str) -> torch.Tensor:
-        tensor = torch.from_numpy(getattr(pack, name))
-        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-    names = ("tokens", "labels", "positions", "cu_seqlens", "document_ids", "real_lengths")
-    return PackedTokens(**{name: move(name) for name in names}, max_length=pack.max_length, cu_seqlens_list=pack.cu_seqlens_list)
-
-
 def stage_programme(plan: StepPlan, coords: Coords, slots: dict[int, Share], backward: bool = True) -> list[Item]:
     """Actions and exchanges of one rank: the plan's dense list of its stage without the slots that its lane takes no part in."""
     count = slot_count(Basis.of(plan), plan.microbatches)
@@ -89,7 +79,7 @@ def stage_programme(plan: StepPlan, coords: Coords, slots: dict[int, Share], bac
 def run_lane(engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch, backward: bool = True) -> list[Tensor]:
     """Forward and backward of all microbatches of this lane on this stage; their loss sums in slot order where the last stage is here."""
     programme = stage_programme(plan, engine.coords, shares, backward)
-    runner = _Runner(engine, plan, shares, watch)
+    runner = _Runner(engine, plan, shares, programme, watch)
     if may_overlap(plan, engine.coords.lane):
         runner.last = next((item for item in reversed(programme) if isinstance(item, Action) and item.kind == BACKWARD), None)
     losses = run_actions(programme, Stage(runner.forward, runner.buffer, runner.around), engine.pipeline)
@@ -99,9 +89,12 @@ def run_lane(engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: St
 class _Runner:
     """Runs actions of the programme with the placement and tokens of their microbatches, several of which are in flight."""
 
-    def __init__(self, engine: Engine, plan: StepPlan, shares: dict[int, Share], watch: Stopwatch) -> None:
+    def __init__(self, engine: Engine, plan: StepPlan, shares: dict[int, Share], programme: Sequence[Item], watch: Stopwatch) -> None:
         self.engine, self.shares, self.watch = engine, shares, watch
         self.batches: dict[int, PackedTokens] = {}
+        order = dict.fromkeys(item.slot for item in programme if isinstance(item, Action) and item.kind == FORWARD)
+        packs = {slot: shares[slot].pack for slot in order}
+        self.transfers = Transfers(packs, list(order), engine.device, engine.streams.channel("copy"))
         self.last: Action | None = None  # the backward in which sums over lanes may start
         self.chunks, self.hidden = plan.layout.virtual_stages, plan.model.hidden
         self.ways = plan.layout.tp if plan.layout.sequence_parallel else 1  # over which a residual stream is cut
@@ -109,7 +102,7 @@ class _Runner:
     def forward(self, action: Action, x: Tensor | None) -> Tensor:
         """One chunk of one microbatch."""
         if action.slot not in self.batches:
-            self.batches[action.slot] = to_device(self.shares[action.slot].pack, self.engine.device)
+            self.batches[action.slot] = self.transfers.take(action.slot)
         batch, placement = self.batches[action.slot], self.shares[action.slot].placement
         if action.chunk == self.chunks - 1:
             del self.batches[action.slot]  # the graph holds what the backward needs of it

@@ -12,10 +12,12 @@ from torch import nn
 
 from megadcp.data.batch import Pack
 from megadcp.engine.agree import agree
-from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane, to_device
+from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane
 from megadcp.engine.measure import Measured, Stopwatch
+from megadcp.engine.transfer import to_device
 from megadcp.mesh.coords import Coords, Mesh
 from megadcp.mesh.groups import Group, GroupPool
+from megadcp.mesh.streams import Streams
 from megadcp.nn.part import Part
 from megadcp.parallel.gradients import GradientBuffers
 from megadcp.plan.basis import Basis
@@ -61,6 +63,11 @@ class Engine:
     def pipeline(self) -> Group:
         """The ranks that pass microbatches on to each other."""
         return Group.single() if self.pool is None else self.pool.pipeline
+
+    @property
+    def streams(self) -> Streams:
+        """Where messages and copies of this run travel."""
+        return self.gradients.streams
 
     @property
     def part(self) -> Part | None:

@@ -7,7 +7,7 @@ torch group. A group is made by all ranks of the world, members or not, because 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, cast
@@ -16,17 +16,22 @@ import torch
 import torch.distributed as dist
 
 from megadcp.mesh.coords import Mesh
+from megadcp.mesh.streams import HERE, Channel, Streams
 
 TIMEOUT_SECONDS = 600.0  # of one collective
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that work together, in ascending order; `index` is the place of this rank among them. One rank alone has no handle."""
+    """Ranks that work together, in ascending order; `index` is the place of this rank among them. One rank alone has no handle.
+
+    channel: what its operations are started through; groups of equal ranks that serve several purposes differ in it alone.
+    """
 
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None
+    channel: Channel = field(default=HERE, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -78,12 +83,14 @@ class GroupPool:
     """
 
     def __init__(
-        self, mesh: Mesh, rank: int, device: torch.device, max_cp: int = 0, timeout_s: float = TIMEOUT_SECONDS, overlap: bool = False
-    ) -> None:
+        self, mesh: Mesh, rank: int, device: torch.device, max_cp: int = 0, timeout_s: float = TIMEOUT_SECONDS, overlap: bool = False,
+        streams: Streams | None = None,
+    ) -> None:  # fmt: skip
         """Make the groups and warm each of them up with one small sum.
 
         `overlap`: `lanes` gets a torch group to itself where other groups have the same ranks. Operations of one torch group must start in
         the same order on all members; gradient buckets that start in each lane's own last backward do not keep one with the cp group.
+        `streams`: where operations of each purpose run; None makes those of the device.
 
         Raises:
             ValueError: the rank or torch's world does not belong to the mesh.
@@ -92,19 +99,20 @@ class GroupPool:
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._own: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.streams = streams or Streams(device)
         if mesh.world > 1:
             _check_world(mesh, rank)
             self._handles = _make(rank_sets(mesh, max_cp), mesh.world, timedelta(seconds=timeout_s))
             self._own = _make(_shared_lanes(mesh, max_cp), 0, timedelta(seconds=timeout_s)) if overlap else {}
             self._groups = {ranks: Group(ranks, ranks.index(rank), handle) for ranks, handle in self._handles.items() if rank in ranks}
         pp, lane, tp = self.coords
-        self.world = self._group(tuple(range(mesh.world)))
-        self.tp = self._group(mesh.tp_ranks(pp, lane))
+        self.world = self._group(tuple(range(mesh.world)), "dp")
+        self.tp = self._group(mesh.tp_ranks(pp, lane), "tp")
         self.lanes = self._lanes(mesh.lane_ranks(pp, tp))
-        self.pipeline = self._group(mesh.pipeline_ranks(lane, tp))
+        self.pipeline = self._group(mesh.pipeline_ranks(lane, tp), "pp")
         ends = _ends(mesh, lane, tp)
-        self.ends = self._group(ends) if rank in ends else Group.single(rank)
-        self.model = self._group(_model(mesh, lane))
+        self.ends = self._group(ends, "dp") if rank in ends else Group.single(rank)
+        self.model = self._group(_model(mesh, lane), "dp")
         _warm_up([*self._groups.values(), self.lanes], device)
 
     def cp(self, lane: int, size: int) -> Group:
@@ -123,7 +131,7 @@ class GroupPool:
         if size not in self.sizes or ranks not in self._groups:
             fits = [1] + [each for each in self.sizes if mine // each * each + each <= self.mesh.lanes]
             raise ValueError(f"no cp group of {size} lanes holds lane {mine}; sizes with a group here: {', '.join(map(str, fits))}")
-        return self._groups[ranks]
+        return self._group(ranks, "cp")
 
     @property
     def count(self) -> int:
@@ -150,11 +158,14 @@ class GroupPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=error is not None)
 
-    def _group(self, ranks: tuple[int, ...]) -> Group:
-        return self._groups[ranks] if len(ranks) > 1 else Group.single(self.rank)
+    def _group(self, ranks: tuple[int, ...], purpose: str) -> Group:
+        if len(ranks) == 1:
+            return Group.single(self.rank)
+        group, channel = self._groups[ranks], self.streams.channel(purpose)
+        return group if group.channel is channel else replace(group, channel=channel)
 
     def _lanes(self, ranks: tuple[int, ...]) -> Group:
-        shared = self._group(ranks)
+        shared = self._group(ranks, "dp")
         return replace(shared, handle=self._own[ranks]) if ranks in self._own else shared
 
 

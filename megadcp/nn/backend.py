@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ class PackedTokens:
     tokens, labels, positions: int64 [t]; labels are IGNORE where a token has no target (padding, last token of a document).
     cu_seqlens: int32 [n + 1], document borders including each document's own padding; max_length: its longest stretch.
     document_ids: int64 [n], stable over runs and layouts (keys dropout); real_lengths: int64 [n], tokens without padding.
-    cu_seqlens_list: the same borders as Python ints, so that no kernel call waits for the device.
+    cu_seqlens_list, real_lengths_list: the same as Python ints, so that no kernel call waits for the device.
+    memo: what kernels have derived of the borders, for the layers after; it goes with the microbatch.
     """
 
     tokens: Tensor
@@ -34,6 +35,8 @@ class PackedTokens:
     document_ids: Tensor
     real_lengths: Tensor
     cu_seqlens_list: tuple[int, ...]
+    real_lengths_list: tuple[int, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Placement(Protocol):
@@ -107,6 +110,9 @@ class Backend(Protocol):
 
     def recompute(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run function now and again in the backward instead of keeping what it would save."""
+
+    def remake(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run function, which ends in a linear of this backend, and in the backward what comes before that linear, but not its product."""
 
     def optimizer(self, groups: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
         """AdamW with decoupled weight decay given per group."""

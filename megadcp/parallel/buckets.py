@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megadcp.mesh.groups import Group
+from megadcp.mesh.streams import Wait
 from megadcp.parallel.main_grad import offer, was_added, withdraw
 from megadcp.parallel.replicas import Piece
 from megadcp.plan.step_plan import StepPlan
@@ -110,7 +111,7 @@ class GradientBuckets:
         for parameter, view in zip(parameters, self._views, strict=True):
             offer(parameter, view)
         self._numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._started: list[dist.Work | None] = []  # of the first buckets; the rest are not started
+        self._started: list[list[Wait]] = []  # of the first buckets; the rest are not started
         self._awaited: list[set[int]] | None = None  # by bucket, parameters whose last gradient is to come; None: more microbatches come
         self._hooks = [on_gradient(parameter, partial(self._arrived, index)) for index, parameter in enumerate(parameters)]
 
@@ -163,7 +164,8 @@ class GradientBuckets:
 
     def _start(self) -> None:
         flat = self.flats[len(self._started)]
-        self._started.append(_REDUCE_SCATTER(self.slice(flat), flat, group=self.lanes.handle, async_op=True))
+        own, lanes = self.slice(flat), self.lanes
+        self._started.append(lanes.channel.start(lambda later: [_REDUCE_SCATTER(own, flat, group=lanes.handle, async_op=later)]))
 
     def finish(self) -> None:
         """Start the sums that are not under way and wait for all: this lane's slices then hold sums over lanes, the rest is worthless."""
@@ -172,9 +174,9 @@ class GradientBuckets:
         self._wait()
 
     def _wait(self) -> None:
-        for work in self._started:
-            if work is not None:
-                work.wait()
+        for waits in self._started:
+            for wait in waits:
+                wait.wait()
         self._started.clear()
         self._awaited = None
 

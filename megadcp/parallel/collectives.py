@@ -1,12 +1,13 @@
 """Sums, gathers and exchanges inside one Group, without autograd. For a group of one rank all of them are local.
 
-All members call the same functions in the same order. Results are in group order. n: rows of one member, s: size of the group.
+All members call the same functions in the same order. On a GPU operations are queued on the stream of the group's purpose (mesh/streams.py).
+Results are in group order. n: rows of one member, s: size of the group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megadcp.mesh.groups import Group
+    from megadcp.mesh.streams import Wait
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # 2.13 warns at the old names, which are the only ones in 2.11
@@ -21,39 +23,62 @@ _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Arriving:
+    """The result of an operation that was started: `get` waits for it (on a GPU the current stream does, not the host)."""
+
+    def __init__(self, result: Tensor, waits: Sequence[Wait] = ()) -> None:
+        self._result, self._waits = result, waits
+
+    def get(self) -> Tensor:
+        """The result."""
+        for wait in self._waits:
+            wait.wait()
+        self._waits = ()
+        return self._result
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Sum (or max, min) of everybody's x, in place; returns x."""
     if group.handle is not None:
-        if x.is_contiguous():
-            dist.all_reduce(x, OPERATIONS[op], group=group.handle)
-        else:
-            whole = x.contiguous()
-            dist.all_reduce(whole, OPERATIONS[op], group=group.handle)
+        whole = x.contiguous()
+        group.channel.run(lambda later: [dist.all_reduce(whole, OPERATIONS[op], group=group.handle, async_op=later)], [whole])
+        if whole.data_ptr() != x.data_ptr():
             x.copy_(whole)
     return x
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Everybody's x [n, ...], n equal on all members -> [s n, ...]. A group of one returns x itself."""
+    return start_all_gather(x, group).get()
+
+
+def start_all_gather(x: Tensor, group: Group) -> Arriving:
+    """Begin an all_gather. x must not be written to before the result is taken."""
     if group.handle is None:
-        return x
+        return Arriving(x)
+    x = x.contiguous()
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    if x.numel():
-        _GATHER(_plain(out), _plain(x.contiguous()), group=group.handle)
-    return out
+    if not x.numel():
+        return Arriving(out)
+    return Arriving(out, group.channel.start(lambda later: [_GATHER(_plain(out), _plain(x), group=group.handle, async_op=later)], [x, out]))
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum of everybody's x [s n, ...], of which this member gets its n rows. A group of one returns x itself."""
+    return start_reduce_scatter(x, group).get()
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> Arriving:
+    """Begin a reduce_scatter. x must not be written to before the result is taken."""
     if group.handle is None:
-        return x
+        return Arriving(x)
     rows, rest = divmod(x.shape[0], group.size)
     if rest:
         raise ValueError(f"{x.shape[0]} rows can't be scattered over {group.size} ranks")
-    out = x.new_empty((rows, *x.shape[1:]))
-    if x.numel():
-        _SCATTER(out, x.contiguous(), group=group.handle)
-    return out
+    x, out = x.contiguous(), x.new_empty((rows, *x.shape[1:]))
+    if not x.numel():
+        return Arriving(out)
+    return Arriving(out, group.channel.start(lambda later: [_SCATTER(out, x, group=group.handle, async_op=later)], [x, out]))
 
 
 def all_to_all(parts: Sequence[Tensor], group: Group, shapes: Sequence[Sequence[int]] | None = None) -> list[Tensor]:
@@ -70,11 +95,16 @@ def all_to_all(parts: Sequence[Tensor], group: Group, shapes: Sequence[Sequence[
     sizes = [shape.numel() for shape in arriving]
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(sizes))
-    dist.all_to_all_single(_plain(received), _plain(sent), sizes, [part.numel() for part in parts], group=group.handle)
+    counts = [part.numel() for part in parts]
+
+    def launch(later: bool) -> list[Any]:
+        return [dist.all_to_all_single(_plain(received), _plain(sent), sizes, counts, group=group.handle, async_op=later)]
+
+    group.channel.run(launch, [sent, received])
     return [flat.view(shape) for flat, shape in zip(torch.split(received, sizes), arriving, strict=True)]
 
 
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group) -> list[dist.Work]:
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: Group) -> list[Wait]:
     """Start sending tensors to members and receiving from members into contiguous buffers, all at once; wait() for each that is returned.
 
     Two neighbours may send to each other without deadlock. Several tensors for one member arrive in the order of the list. What goes to
@@ -94,14 +124,16 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
             elif not tensor.is_contiguous():
                 raise ValueError("a buffer for receiving must be contiguous")
             operations.append(dist.P2POp(function, _plain(tensor.detach()), group.ranks[member], group=group.handle))
-    return dist.batch_isend_irecv(operations) if operations else []
+    if not operations:
+        return []
+    return group.channel.start(lambda later: dist.batch_isend_irecv(operations), [operation.tensor for operation in operations])
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """Member `source`'s x, in place on all others; returns x."""
     if group.handle is not None and x.numel():
         whole = x.detach().contiguous()
-        dist.broadcast(_plain(whole), group.ranks[source], group=group.handle)
+        group.channel.run(lambda later: [dist.broadcast(_plain(whole), group.ranks[source], group=group.handle, async_op=later)], [whole])
         if whole.data_ptr() != x.data_ptr():
             x.detach().copy_(whole)
     return x

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megadcp.mesh.groups import GroupPool
+from megadcp.mesh.streams import Streams
 from megadcp.parallel.buckets import BUCKET_ELEMENTS, GradientBuckets, on_gradient
 from megadcp.parallel.collectives import all_reduce
 from megadcp.parallel.main_grad import offer, was_added, withdraw
@@ -61,6 +62,7 @@ class GradientBuffers:
         self.pool = pool if pool is not None and pool.world.size > 1 else None
         self.tied = tied
         self.device = named[0][1].device if named else torch.device("cpu")
+        self.streams = Streams(self.device) if pool is None else pool.streams
         self.buckets: GradientBuckets | None = None
         self._table = ""  # name of this rank's copy of a table that lives at both ends
         self._wide: dict[int, Tensor] = {}

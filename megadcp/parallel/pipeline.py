@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megadcp.mesh.groups import Group
+from megadcp.mesh.streams import Wait
 from megadcp.parallel.collectives import exchange
 from megadcp.parallel.exchanges import Exchange, Item
 from megadcp.plan.actions import FORWARD, Action
@@ -47,8 +47,8 @@ class _Flight:
     inputs: dict[Key, Tensor | None] = field(default_factory=dict)  # forward done, backward not: the residual stream that came in
     edges: dict[Key, GradientEdge | None] = field(default_factory=dict)  # .. and where the backward begins; None: nothing wants a gradient
     made: dict[Action, Tensor] = field(default_factory=dict)  # results that are not sent yet
-    arriving: dict[Action, tuple[Tensor, list[dist.Work]]] = field(default_factory=dict)
-    leaving: deque[list[dist.Work]] = field(default_factory=deque)  # sends, by exchange
+    arriving: dict[Action, tuple[Tensor, list[Wait]]] = field(default_factory=dict)
+    leaving: deque[list[Wait]] = field(default_factory=deque)  # sends, by exchange
 
 
 def run_actions(programme: Sequence[Item], stage: Stage, pipeline: Group) -> dict[int, Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megadcp.mesh.streams import Wait
 from megadcp.parallel.buckets import GradientBuckets
 
 # 2.13 warns at the old name, which is the only one in 2.11
@@ -32,7 +33,7 @@ class ShardedParameters:
         self.buckets, self.names = buckets, names
         self.flats: list[Tensor] = []
         self.masters: list[nn.Parameter] = []
-        self._gathering: dict[int, dist.Work] = {}
+        self._gathering: dict[int, list[Wait]] = {}
         self._hooks: list[RemovableHandle] = []
         for bucket, gradients in zip(buckets.buckets, buckets.flats, strict=True):
             flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=gradients.device)
@@ -56,14 +57,17 @@ class ShardedParameters:
             own = self.buckets.slice(flat)
             if own.dtype != master.dtype:
                 own.copy_(master)
-            self._gathering[number] = _ALL_GATHER(flat, own, group=self.buckets.lanes.handle, async_op=True)
+            self._gathering[number] = self._start(flat, own)
+
+    def _start(self, flat: Tensor, own: Tensor) -> list[Wait]:
+        lanes = self.buckets.lanes
+        return lanes.channel.start(lambda later: [_ALL_GATHER(flat, own, group=lanes.handle, async_op=later)])
 
     def wait(self, numbers: Sequence[int] | None = None) -> None:
         """Wait until the parameters of these buckets (None: all) are there."""
         for number in list(self._gathering) if numbers is None else numbers:
-            work = self._gathering.pop(number, None)
-            if work is not None:
-                work.wait()
+            for wait in self._gathering.pop(number, ()):
+                wait.wait()
 
     def attach(self, model: nn.Module) -> None:
         """Make every module wait for its own parameters and for those of the module after it, before its forward.

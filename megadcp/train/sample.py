@@ -94,4 +94,5 @@ def one_document(ids: list[int], device: torch.device) -> PackedTokens:
         document_ids=torch.zeros(1, dtype=torch.int64, device=device),
         real_lengths=torch.tensor([count], device=device),
         cu_seqlens_list=(0, count),
+        real_lengths_list=(count,),
     )

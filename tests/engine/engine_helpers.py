@@ -101,7 +101,7 @@ def reference(documents: RandomDocuments, model: ModelConfig = MODEL, step: int 
         tokens, labels = (torch.from_numpy(array) for array in documents.read(document))
         size = len(tokens)
         borders, ids, sizes = torch.tensor([0, size], dtype=torch.int32), torch.tensor([document]), torch.tensor([size])
-        batch = PackedTokens(tokens, labels, torch.arange(size), borders, size, ids, sizes, (0, size))
+        batch = PackedTokens(tokens, labels, torch.arange(size), borders, size, ids, sizes, (0, size), (size,))
         total = total + gpt(batch, Placement(step=step))
         targets += int((labels != IGNORE).sum())
     (total / targets).backward()

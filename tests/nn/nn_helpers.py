@@ -56,6 +56,7 @@ def pack(tokens: Sequence[Tensor], padded: Sequence[int] | None = None, ids: Seq
         document_ids=torch.tensor(list(range(len(tokens)) if ids is None else ids), dtype=torch.int64),
         real_lengths=torch.tensor([len(document) for document in tokens], dtype=torch.int64),
         cu_seqlens_list=tuple(borders),
+        real_lengths_list=tuple(len(document) for document in tokens),
     )
 
 

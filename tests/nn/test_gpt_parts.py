@@ -24,7 +24,9 @@ def batch(seed=0):
     borders = (0, 5, 6, 13)
     labels[[4, 5, 12]] = IGNORE
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return PackedTokens(tokens, labels, positions, torch.tensor(borders, dtype=torch.int32), 7, torch.arange(3), torch.tensor(lengths), borders)
+    return PackedTokens(
+        tokens, labels, positions, torch.tensor(borders, dtype=torch.int32), 7, torch.arange(3), torch.tensor(lengths), borders, tuple(lengths)
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

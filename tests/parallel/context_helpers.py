@@ -72,6 +72,7 @@ class Documents:
             document_ids=torch.arange(len(self.lengths)),
             real_lengths=torch.tensor(self.lengths),
             cu_seqlens_list=tuple(borders),
+            real_lengths_list=self.lengths,
         )
 
     def rows_of(self, size: int, index: int) -> Tensor:

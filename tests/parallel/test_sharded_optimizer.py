@@ -157,7 +157,7 @@ class Late:
 def batch(vocab):
     tokens = torch.arange(8) % vocab
     return PackedTokens(
-        tokens, tokens.roll(-1), torch.arange(8), torch.tensor([0, 8], dtype=torch.int32), 8, torch.tensor([0]), torch.tensor([8]), (0, 8)
+        tokens, tokens.roll(-1), torch.arange(8), torch.tensor([0, 8], dtype=torch.int32), 8, torch.tensor([0]), torch.tensor([8]), (0, 8), (8,)
     )
 
 
@@ -168,7 +168,7 @@ def test_modules_wait_for_their_parameters_and_no_longer(config):
             run = build(config, pool, Layout(lanes=2, bucket=1))
             expected = run.model(batch(config.vocab), Placement())
             sharded, seen = run.optimizer.sharded, []
-            sharded._gathering = {number: Late(flat, seen) for number, flat in enumerate(sharded.flats)}
+            sharded._gathering = {number: [Late(flat, seen)] for number, flat in enumerate(sharded.flats)}
             total, counts = len(seen) + len(sharded.flats), []
             for layer in run.model.layers.values():
                 layer.register_forward_pre_hook(lambda module, inputs: counts.append(len(seen)))
@@ -177,7 +177,7 @@ def test_modules_wait_for_their_parameters_and_no_longer(config):
             assert not sharded._gathering
             assert counts == sorted(counts)
             assert 0 < counts[0] < counts[-1] < len(seen) == total
-            sharded._gathering = {0: Late(sharded.flats[0], seen)}
+            sharded._gathering = {0: [Late(sharded.flats[0], seen)]}
             run.optimizer.wait()
             assert not sharded._gathering
             sharded.close()

@@ -44,7 +44,9 @@ def packed(config, targets="some"):
         labels[torch.arange(16) != 9] = IGNORE
     if targets == "none":
         labels[:] = IGNORE
-    return PackedTokens(tokens, labels, positions, torch.tensor(borders, dtype=torch.int32), 8, torch.arange(3), torch.tensor(lengths), borders)
+    return PackedTokens(
+        tokens, labels, positions, torch.tensor(borders, dtype=torch.int32), 8, torch.arange(3), torch.tensor(lengths), borders, tuple(lengths)
+    )
 
 
 def one_rank(config, level, targets):
