@@ -1,7 +1,7 @@
 """Train a GPT: `python pretrain_gpt.py [experiment=NAME] [setting=value ...]`.
 
     python pretrain_gpt.py                                  the quickstart: a small GPT from nothing, within minutes
-    python pretrain_gpt.py experiment=gpt_8b_h200 --cfg job show what a run would be, without running it
+    python pretrain_gpt.py experiment=gpt_8b --cfg job      show what a run would be, without running it
     python pretrain_gpt.py optim.lr=3e-3 run.name=faster    a run of your own
     python pretrain_gpt.py -m optim.lr=1e-3,3e-3,1e-2       one run after another, each in a folder of its own
 

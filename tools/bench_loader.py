@@ -116,7 +116,7 @@ def peer_loader(prefix: str, config: Config, steps: int) -> Callable[[range], fl
 
 def settings_for(prefix: str, options: argparse.Namespace) -> Config:
     """The 1b model on H200 with the bench's corpus: the plan is the one such a run would get."""
-    config = compose(["experiment=gpt_1b_h200", "cluster=local", "run.name=bench_loader"])
+    config = compose(["experiment=gpt_1b", "cluster=local", "run.name=bench_loader"])
     data = dataclasses.replace(
         config.data,
         train=(SourceConfig(prefix, 1.0, "bench"),),

@@ -2,7 +2,7 @@
 
     python tools/plan.py model=gpt_8b cluster=h200_4x8 precision=bf16 lengths=FILE.json out=PLAN.json
     python tools/plan.py model=gpt_8b cluster=h200_4x8 precision=bf16 preset=wikipedia tokens_per_lane=16384 seed=1 steps=10
-    python tools/plan.py experiment=gpt_8b_h200 step=0 steps=4                     the steps of a run over its corpus
+    python tools/plan.py experiment=gpt_8b step=0 steps=4                          the steps of a run over its corpus
     python tools/plan.py replay runs/NAME                                          prove, score and draw recorded plans again
     python tools/plan.py what-if runs/NAME model=gpt_8b cluster=h200_4x8           the same documents on something else
 

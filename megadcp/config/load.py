@@ -52,7 +52,7 @@ def find_configs() -> Path:
 
 
 def compose(overrides: Sequence[str] = (), configs: Path | None = None, config_name: str = "config") -> Config:
-    """The checked config of `overrides`, written as on the command line: ["experiment=gpt_8b_h200", "optim.lr=1e-4"].
+    """The checked config of `overrides`, written as on the command line: ["experiment=gpt_8b", "optim.lr=1e-4"].
 
     Raises:
         UserError: whatever is wrong with them, in one line.

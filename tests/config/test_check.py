@@ -15,7 +15,7 @@ from megadcp.config.load import compose
 from megadcp.config.run_file import from_dict, to_dict
 from megadcp.config.schema import Config, settings
 
-QUICKSTART, LARGE = to_dict(compose()), to_dict(compose(["experiment=gpt_70b_h200"]))
+QUICKSTART, LARGE = to_dict(compose()), to_dict(compose(["experiment=gpt_70b"]))
 
 
 def changed(base: dict[str, Any], **values: Any) -> Config:
@@ -202,7 +202,7 @@ def test_this_version_says_in_one_message_what_it_can_not_train() -> None:
     for part in ("precision.format=fp8_current", "set precision=bf16"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
-    fixed = compose(["experiment=gpt_70b_h200", *str(error.value).rsplit("set ", 1)[1].split()])
+    fixed = compose(["experiment=gpt_70b", *str(error.value).rsplit("set ", 1)[1].split()])
     check_runnable(fixed)
 
 

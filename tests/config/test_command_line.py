@@ -106,7 +106,7 @@ def test_nothing_starts_when_something_is_wrong(call: Call, capsys: pytest.Captu
 
 
 def test_cfg_job(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-    code, seen = call("experiment=gpt_8b_h200", "optim.lr=1e-4", "--cfg", "job")
+    code, seen = call("experiment=gpt_8b", "optim.lr=1e-4", "--cfg", "job")
     text = capsys.readouterr().out
     assert (code, seen) == (0, [])
     assert "lr: 0.0001" in text
@@ -136,7 +136,7 @@ def test_help(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         call("--help")
     assert exit.value.code == 0
-    assert "experiment: gpt_1b_h200, gpt_70b_h200, gpt_8b_h200, quickstart" in capsys.readouterr().out
+    assert "experiment: gpt_1b, gpt_70b, gpt_8b, quickstart" in capsys.readouterr().out
 
 
 def test_a_config_dir_of_ones_own(call: Call, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_sweeps_from_an_experiment(call: Call, tmp_path: Path) -> None:
     ("arguments", "part"),
     [
         (["+model.foo=1"], "model.foo is not a setting"),
-        (["experiment=gpt_8b_h200"], "this version trains in fp32 or bf16"),
+        (["experiment=gpt_8b"], "this version trains in fp32 or bf16"),
         (["optim.warmup_steps=900"], "optim.warmup_steps=900"),
     ],
 )
@@ -222,7 +222,7 @@ def test_the_program_refuses_in_one_line(tmp_path: Path, arguments: list[str], p
 
 def test_the_program_shows_a_large_experiment_from_any_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parent)}
-    command = [sys.executable, str(PROGRAM), "experiment=gpt_70b_h200", "--cfg", "job", "--resolve"]
+    command = [sys.executable, str(PROGRAM), "experiment=gpt_70b", "--cfg", "job", "--resolve"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True)
     assert "layers: 80" in done.stdout
     assert done.stderr == ""

@@ -67,7 +67,7 @@ def test_the_data_follows_its_folder() -> None:
     ("name", "tp", "pp", "format"), [("gpt_1b", 1, 1, "bf16"), ("gpt_8b", 1, 1, "fp8_current"), ("gpt_70b", 8, 4, "fp8_current")]
 )
 def test_large_experiments_compose_but_do_not_train_here(name: str, tp: int, pp: int, format: str) -> None:
-    config = compose([f"experiment={name}_h200"])
+    config = compose([f"experiment={name}"])
     assert (config.parallel.tp, config.parallel.pp, config.precision.format) == (tp, pp, format)
     assert (config.cluster.nodes, config.cluster.processes, config.cluster.world) == (4, 8, 32)
     assert config.model == compose([f"model={name}", "run.name=x"]).model
@@ -145,7 +145,7 @@ def test_nothing_of_omegaconf_gets_inside() -> None:
 
 
 def test_overrides_win_over_experiments() -> None:
-    config = compose(["experiment=gpt_8b_h200", "model=gpt_1b", "optim.lr=1e-4", "data.train.0.prefix=mine"])
+    config = compose(["experiment=gpt_8b", "model=gpt_1b", "optim.lr=1e-4", "data.train.0.prefix=mine"])
     assert (config.model.layers, config.optim.lr, config.data.train[0].prefix) == (16, 1e-4, "mine")
 
 

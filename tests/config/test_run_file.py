@@ -57,7 +57,7 @@ def test_floats_survive_a_file(tmp_path: Path, number: float) -> None:
     assert load_run(tmp_path) == config, "a folder stands for its run.yaml"
 
 
-@pytest.mark.parametrize("experiment", ["quickstart", "gpt_1b_h200", "gpt_8b_h200", "gpt_70b_h200"])
+@pytest.mark.parametrize("experiment", ["quickstart", "gpt_1b", "gpt_8b", "gpt_70b"])
 def test_experiments_survive_a_file(tmp_path: Path, experiment: str) -> None:
     config = compose([f"experiment={experiment}"])
     dump_run(config, tmp_path / "deep" / "er" / "run.yaml")
