@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megadcp.mesh.groups import Group
 from megadcp.nn.compiled import fused
-from megadcp.parallel.collectives import all_gather, all_reduce
+from megadcp.parallel.collectives import Arriving, all_gather, all_reduce, start_all_gather
 from megadcp.parallel.product import Kept, Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -108,10 +108,14 @@ class CurrentScaling:
         (dy, dy_inverse), (w, w_inverse) = slope, self.quantise(weight, E4M3)
         return torch._scaled_mm(dy, _column_major(w), scale_a=dy_inverse, scale_b=w_inverse, out_dtype=weight.dtype)
 
-    def weight_gradient(self, slope: Kept, kept: Kept, tokens: Group, total: Tensor | None) -> Tensor:
+    def gather(self, kept: Kept, tokens: Group) -> list[Arriving]:
+        """All rows; they have one scale."""
+        return [start_all_gather(kept[0], tokens), Arriving(kept[1])]
+
+    def weight_gradient(self, slope: Kept, whole: Kept, total: Tensor | None) -> Tensor:
         """Make [out, in] in fp32, or add it to the sums."""
-        (dy, dy_inverse), (x, x_inverse) = slope, kept
-        dy, x = _whole_rows(dy), _whole_rows(all_gather(x, tokens))
+        (dy, dy_inverse), (x, x_inverse) = slope, whole
+        dy, x = _whole_rows(dy), _whole_rows(x)
         found = torch._scaled_mm(_row_major(dy.t()), _column_major(x), scale_a=dy_inverse, scale_b=x_inverse, out_dtype=torch.float32)
         return found if total is None else total.add_(found)
 
@@ -167,10 +171,14 @@ class BlockScaling:
         """Make [t, in] in the weight's format."""
         return widened_rows(slope[0], slope[1], weight.dtype) @ _through_weight(weight)
 
-    def weight_gradient(self, slope: Kept, kept: Kept, tokens: Group, total: Tensor | None) -> Tensor:
+    def gather(self, kept: Kept, tokens: Group) -> list[Arriving]:
+        """All rows and their scales."""
+        return [start_all_gather(one, tokens) for one in kept]
+
+    def weight_gradient(self, slope: Kept, whole: Kept, total: Tensor | None) -> Tensor:
         """Make [out, in] in fp32, or add it to the sums."""
         dy = widened_columns(slope[2], slope[3], torch.bfloat16)
-        x = widened_columns(all_gather(kept[0], tokens), all_gather(kept[1], tokens), torch.bfloat16)
+        x = widened_columns(whole[0], whole[1], torch.bfloat16)
         found = torch.mm(dy.t(), x, out_dtype=torch.float32) if x.is_cuda else dy.t().float() @ x.float()
         return found if total is None else total.add_(found)
 

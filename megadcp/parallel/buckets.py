@@ -1,8 +1,8 @@
 """Gradients of one stage in flat buckets, and their sum over lanes: each lane ends with an equal slice of every bucket.
 
 A bucket has parameters of one dtype that decay alike, in reverse order of use, so that the backward fills one bucket after the other. Its
-gradients are one fp32 tensor (fp64 for fp64 parameters); modules may add to it themselves (main_grad.py). Sums over lanes start in the buckets' order on every lane: as soon as a lane's last
-backward has filled a bucket and those before it, or at the end.
+gradients are one fp32 tensor (fp64 for fp64 parameters); modules may add to it themselves (main_grad.py). Sums over lanes start in the
+buckets' order on every lane: as soon as a lane's last backward has filled a bucket and those before it, or at the end.
 """
 
 from __future__ import annotations

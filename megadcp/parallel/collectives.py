@@ -39,12 +39,17 @@ class Arriving:
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Sum (or max, min) of everybody's x, in place; returns x."""
-    if group.handle is not None:
-        whole = x.contiguous()
-        group.channel.run(lambda later: [dist.all_reduce(whole, OPERATIONS[op], group=group.handle, async_op=later)], [whole])
-        if whole.data_ptr() != x.data_ptr():
-            x.copy_(whole)
+    if x.is_contiguous():
+        return start_all_reduce(x, group, op).get()
+    x.copy_(start_all_reduce(x.contiguous(), group, op).get())
     return x
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Arriving:
+    """Begin an all_reduce of a contiguous x, in place."""
+    if group.handle is None:
+        return Arriving(x)
+    return Arriving(x, group.channel.start(lambda later: [dist.all_reduce(x, OPERATIONS[op], group=group.handle, async_op=later)], [x]))
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadcp.mesh.groups import Group
-from megadcp.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megadcp.parallel.collectives import Arriving, all_gather, start_all_gather, start_all_reduce, start_reduce_scatter
 from megadcp.parallel.main_grad import added, adds_itself, total_of
 
 Kept = tuple[Tensor, ...]
@@ -45,8 +45,11 @@ class Product(Protocol):
     def input_gradient(self, slope: Kept, weight: Tensor) -> Tensor:
         """Make this rank's part of [t, in]."""
 
-    def weight_gradient(self, slope: Kept, kept: Kept, tokens: Group, total: Tensor | None) -> Tensor:
-        """Add to the fp32 sums `total` [out, in] and return them; None: a new tensor, fp32 or as narrow as x."""
+    def gather(self, kept: Kept, tokens: Group) -> list[Arriving]:
+        """Begin to put together all ranks' rows of what `take` kept, while other things are computed."""
+
+    def weight_gradient(self, slope: Kept, whole: Kept, total: Tensor | None) -> Tensor:
+        """Add to the fp32 sums `total` [out, in] and return them; None: a new tensor, fp32 or as narrow as x. whole: what `gather` began."""
 
 
 def add_product(x: Tensor, slope: Tensor, total: Tensor) -> None:
@@ -79,9 +82,13 @@ class PlainProduct:
         """One product."""
         return slope[0] @ weight
 
-    def weight_gradient(self, slope: Kept, kept: Kept, tokens: Group, total: Tensor | None) -> Tensor:
+    def gather(self, kept: Kept, tokens: Group) -> list[Arriving]:
+        """All of x."""
+        return [start_all_gather(kept[0], tokens)]
+
+    def weight_gradient(self, slope: Kept, whole: Kept, total: Tensor | None) -> Tensor:
         """One product, in x's format or added to fp32 sums."""
-        x = all_gather(kept[0], tokens)
+        (x,) = whole
         if total is None or self.add is None:
             return slope[0].t() @ x
         self.add(x, slope[0], total)
@@ -92,9 +99,9 @@ PLAIN = PlainProduct()
 
 
 class _Call:
-    """One call of one linear. `now` goes from the first node to the second; `finish` makes the input's gradient of everybody's part."""
+    """One call of one linear. `now` goes from the first node to the second; `finish` begins to make the input's gradient of everybody's part."""
 
-    def __init__(self, product: Product, weight: Tensor, bias: Tensor | None, tokens: Group, finish: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, product: Product, weight: Tensor, bias: Tensor | None, tokens: Group, finish: Callable[[Tensor], Arriving]) -> None:
         self.product, self.weight, self.bias, self.tokens, self.finish = product, weight, bias, tokens, finish
         self.now: Kept = ()
 
@@ -113,14 +120,17 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         product, weight = ctx.product, ctx.weight
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        # The rows travel while the input's gradient is computed, and that travels while the weight's is.
+        coming = product.gather(ctx.saved_tensors, ctx.tokens) if for_weight else []
         slope = product.slope(grads[0], ctx.tokens) if for_x or for_weight else ()
         dx = ctx.finish(product.input_gradient(slope, weight.detach())) if for_x else None
         dw = None
         if for_weight:
             total = total_of(weight) if product.fused else None
-            dw = product.weight_gradient(slope, ctx.saved_tensors, ctx.tokens, total)
+            dw = product.weight_gradient(slope, tuple(one.get() for one in coming), total)
             dw = dw.to(weight.dtype) if total is None else added(weight)
-        return dx, dw, grads[0].sum(0) if for_bias else None, None
+        db = grads[0].sum(0) if for_bias else None
+        return None if dx is None else dx.get(), dw, db, None
 
 
 class _Multiply(torch.autograd.Function):
@@ -146,14 +156,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> 
     """Map x [t, in] to [t, out], all rows on this rank."""
     if product is PLAIN:
         return F.linear(x, weight, bias)
-    return _linear(x, _Call(product, weight, bias, ALONE, lambda part: part))
+    return _linear(x, _Call(product, weight, bias, ALONE, Arriving))
 
 
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, tp: Group, sequence_parallel: bool) -> Tensor:
     """Residual stream (x [t / T, in] with sequence parallelism, else [t, in]) -> [t, out]; its gradient is the sum of every rank's part."""
     if sequence_parallel:
-        return _linear(x.contiguous(), _Call(product, weight, bias, tp, lambda part: reduce_scatter(part, tp)))
-    return _linear(x, _Call(product, weight, bias, ALONE, lambda part: all_reduce(part.contiguous(), tp)))
+        return _linear(x.contiguous(), _Call(product, weight, bias, tp, lambda part: start_reduce_scatter(part, tp)))
+    return _linear(x, _Call(product, weight, bias, ALONE, lambda part: start_all_reduce(part.contiguous(), tp)))
 
 
 def _linear(x: Tensor, call: _Call) -> Tensor:
