@@ -24,15 +24,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from calibrate_file import check_output, profile_text, write_profile
-from calibrate_measure import QUICK, Compute, Effort, Sample, Span, device_bytes, measure_compute, measure_steps, microbatch_of
-from calibrate_ranks import Communication, fit_links, mean_communication, mean_compute, measure_rank, on_ranks, slowest, steps_rank
+from calibrate_fit import fit_profile
+from calibrate_measure import QUICK, Clock, Compute, Effort, Sample, Span, device_bytes, measure_compute, measure_steps, microbatch_of
+from calibrate_ranks import mean_communication, mean_compute, measure_rank, on_ranks, slowest, steps_rank
 
 from megadcp.config.check import UserError, nearest
 from megadcp.config.load import compose, reported
-from megadcp.config.schema import Config, GemmFlops, HardwareConfig
+from megadcp.config.schema import Config
 from megadcp.plan.basis import Basis, basis_from
-from megadcp.plan.cost import BACKWARD_ATTENTION, BACKWARD_LINEAR, CostModel
-from megadcp.plan.fit import FitError, fit_factors, fit_saturating, parts_of, scaled
+from megadcp.plan.cost import CostModel
+from megadcp.plan.fit import FitError
 from megadcp.plan.memory import MemoryModel
 from megadcp.train.state import choose_device, model_dtype
 
@@ -45,8 +46,6 @@ KEYS = {
     "overwrite": "true: out may replace any file",
 }
 FAILED = 1
-ANCHOR = (0.0, 0.01, 0.0)  # attention was measured as the model runs it; where packs tell little of it, that counts
-UNIT_OVERHEAD = 1e-3  # what the factor of the overhead is stated against
 WEIGHTS_SHARE = 0.5  # of the device's memory: a model above it is measured with fewer layers
 GROUPS = ("run", "model", "data", "parallel", "plan", "precision", "optim", "checkpoint", "log", "cluster", "hardware", "experiment")
 
@@ -62,15 +61,6 @@ class Request:
     seed: int
     overwrite: bool
     overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A fitted profile, what to say of each field, and lines for the person."""
-
-    hardware: HardwareConfig
-    comments: dict[str, str]
-    lines: list[str]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- request
@@ -148,89 +138,6 @@ def largest(config: Config, asked: int) -> int:
     return max(8, min(wanted, fits))
 
 
-# ------------------------------------------------------------------------------------------------------------------------- fit
-def fit_profile(config: Config, compute: Compute, communication: Communication | None) -> Profile:
-    """Coefficients that best predict what was measured. What wasn't measured stays as it is in the config's profile."""
-    base, name, rate = config.hardware, config.hardware.name, config.precision.format
-    kept = f"kept from {name}: not measured here"
-    comments = {
-        field: kept for field in ("net_bytes", "tp_exposed", "usable_fraction", "loss_chunk", "gpus_per_node", "reduce_overlap", "peak_flops")
-    }
-    comments |= {f"gemm_flops.{each}": f"kept from {name}: calibrate with precision={each}" for each in ("fp32", "bf16", "fp8") if each != rate}
-    model, cost = config.model, CostModel(basis_from(config))
-
-    tokens = np.array(sorted(compute.linear), dtype=np.float64)
-    pairs = np.array([compute.linear[int(each)] for each in tokens])
-    linear = fit_saturating((1 + BACKWARD_LINEAR) * cost.flops_per_token * tokens, tokens, pairs.sum(axis=1))
-    packs = sorted(compute.attention)
-    squares, sums = (np.array([sum(length**power for length in pack) for pack in packs], dtype=np.float64) for power in (2, 1))
-    times = np.array([compute.attention[pack] for pack in packs])
-    work = (1 + BACKWARD_ATTENTION) * 2 * model.head_dim * model.heads * squares
-    beside = (1 + BACKWARD_LINEAR) * cost.flops_per_token * (sums + linear.half) / linear.rate  # the same layer's matrix products
-    attention = fit_saturating(work, squares / sums, times.sum(axis=1), beside)
-
-    start = replace(
-        base,
-        gemm_flops=GemmFlops(linear.rate, linear.rate, linear.rate),
-        gemm_half_tokens=linear.half,
-        attention_flops=attention.rate,
-        attention_half_length=attention.half,
-        layer_overhead_seconds=UNIT_OVERHEAD,
-        memory_bandwidth=20 * cost_parameters(config) / compute.optimizer_seconds,
-    )
-    start_cost = CostModel(basis_from(replace(config, hardware=start)))
-    parts = [parts_of(start_cost, microbatch_of(one.lengths, one.recompute)) for one in compute.fitted]
-    factors, error = fit_factors(parts, [one.seconds for one in compute.fitted], anchor=ANCHOR)
-    found = scaled(start, factors)
-    found = replace(found, gemm_flops=replace(base.gemm_flops, **{rate: getattr(found.gemm_flops, rate)}))
-    comments |= {
-        f"gemm_flops.{rate}": f"fits whole microbatches: {error}; matrix products alone {linear.rate:.3g}",
-        "gemm_half_tokens": f"fits matrix products: {linear.error}",
-        "attention_flops": f"fits whole microbatches, as above; attention alone {attention.rate:.3g}",
-        "attention_half_length": f"fits attention, as a part of a layer: {attention.among}",
-        "layer_overhead_seconds": "fits whole microbatches, as above",
-        "memory_bandwidth": "20 bytes a parameter in one AdamW step",
-        "memory_bytes": "of the device" if choose_device(config).type == "cuda" else "the machine's, shared by the ranks",
-    }
-    lines = [
-        f"matrix products  {linear.rate:.4g} FLOP/s, half of it at {linear.half:.3g} tokens: {linear.error}",
-        f"                 backward / forward {np.median(pairs[:, 1] / pairs[:, 0]):.2f} (the model says {BACKWARD_LINEAR:g})",
-        f"attention        {attention.rate:.4g} FLOP/s, half of it at length {attention.half:.3g}: {attention.error}",
-        f"                 as a part of a layer: {attention.among}",
-        f"                 backward / forward {np.median(times[:, 1] / times[:, 0]):.2f} (the model says {BACKWARD_ATTENTION:g})",
-        f"microbatches     {error}",
-    ]
-    return _with_links(Profile(found, comments, lines), communication, kept)
-
-
-def cost_parameters(config: Config) -> int:
-    """Parameters of the model, as the memory model counts them."""
-    return MemoryModel(basis_from(config)).parameters(0)
-
-
-def _with_links(profile: Profile, communication: Communication | None, kept: str) -> Profile:
-    fields = ("node_bytes", "node_latency", "ring_step_seconds", "reduce_bytes")
-    if communication is None:
-        return replace(profile, comments=profile.comments | dict.fromkeys(fields, f"{kept} (processes=2 does)"))
-    links = fit_links(communication.messages)
-    hardware = replace(
-        profile.hardware,
-        node_bytes=links.node_bytes,
-        node_latency=links.node_latency,
-        ring_step_seconds=links.ring_step_seconds,
-        reduce_bytes=communication.reduce_bytes,
-    )
-    comments = {
-        "node_bytes": f"of activations counted with 2 bytes: {links.error}",
-        "node_latency": "fits all messages, as above",
-        "ring_step_seconds": "fits all messages, as above",
-        "reduce_bytes": "one reduce-scatter and one all-gather of the gradients",
-    }
-    line = f"messages         {links.node_bytes:.4g} bytes/s, {1e6 * links.node_latency:.3g} us a collective, "
-    line += f"{1e6 * links.ring_step_seconds:.3g} us a ring step: {links.error}"
-    return Profile(hardware, profile.comments | comments, [*profile.lines, line])
-
-
 # ---------------------------------------------------------------------------------------------------------------------- errors
 def errors_of(basis: Basis, samples: Sequence[Sample]) -> FitError:
     """Predictions against the measured seconds of microbatches."""
@@ -266,7 +173,7 @@ def calibrate(request: Request, say: Callable[[str], None]) -> int:
     config = settings(request, say)
     device, tokens = choose_device(config), largest(config, request.tokens)
     threads = config.cluster.threads or (torch.get_num_threads() if device.type == "cpu" else 0)
-    clock = "CPU seconds of the process" if device.type == "cpu" and threads == 1 else "wall clock"
+    clock = Clock(device, threads).name
     ranks = f"{request.processes} rank{'s at the same time' if request.processes > 1 else ''}"
     where = f"{config.precision.format} on {device.type}, {ranks}" + (
         f", {threads} CPU thread{'s' * (threads > 1)} each" if device.type == "cpu" else ""

@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
-
 from megadcp.config.check import UserError, check
-from megadcp.config.run_file import from_dict
 from megadcp.config.schema import Config, GemmFlops, HardwareConfig
 
 MARK = "# Measured by tools/calibrate.py"
 NAMES = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 
 
-def check_output(name: str, overwrite: bool) -> Path:
+def check_output(name: str, overwrite: bool, mark: str = MARK) -> Path:
     """The file to write. UserError, before anything is measured, for what can't be written or isn't this tool's to replace."""
     path = Path(name)
     if path.suffix != ".yaml" or not re.fullmatch(NAMES, path.stem):
@@ -29,28 +26,28 @@ def check_output(name: str, overwrite: bool) -> Path:
         raise UserError(f"out={name}: the folder {path.parent} does not exist; make it first")
     if not os.access(path.parent, os.W_OK):
         raise UserError(f"out={name}: the folder {path.parent} can't be written to")
-    if path.exists() and not overwrite and not written_here(path):
+    if path.exists() and not overwrite and not written_here(path, mark):
         raise UserError(f"out={name} exists and was not written by this tool; choose another name, or overwrite=true to replace it")
     return path
 
 
-def written_here(path: Path) -> bool:
+def written_here(path: Path, mark: str = MARK) -> bool:
     """Whether a file begins as this tool's files do."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(len(MARK)) == MARK
+            return file.read(len(mark)) == mark
     except OSError:
         return False
 
 
-def profile_text(hardware: HardwareConfig, head: list[str], comments: Mapping[str, str]) -> str:
-    """The YAML. `head`: lines about how it was measured; `comments`: by field (gemm_flops.fp32 for the rates)."""
+def profile_text(hardware: HardwareConfig, head: list[str], comments: Mapping[str, str], mark: str = MARK) -> str:
+    """The YAML. `head`: lines about how it was measured; `comments`: by field (gemm_flops.fp32 for the rates); `mark`: how it begins."""
 
     def line(key: str, field: str, value: object, indent: str = "") -> str:
         said = comments.get(field, "")
         return f"{indent}{key}: {_plain(value)}" + (f" # {said}" if said else "")
 
-    lines = [f"{MARK}{'.' if not head else ': ' + head[0]}", *(f"# {each}" for each in head[1:])]
+    lines = [f"{mark}{'.' if not head else ': ' + head[0]}", *(f"# {each}" for each in head[1:])]
     for item in fields(HardwareConfig):
         value = getattr(hardware, item.name)
         if isinstance(value, GemmFlops):
@@ -77,6 +74,11 @@ def write_profile(path: Path, text: str, config: Config) -> None:
         UserError: the settings that it would make are not legal (and nothing is written).
     """
     check(_with_profile(text, config))
+    write_whole(path, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write under another name first, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -89,6 +91,8 @@ def write_profile(path: Path, text: str, config: Config) -> None:
 
 
 def _with_profile(text: str, config: Config) -> Config:
-    from megadcp.config.load import to_dict
+    import yaml
+
+    from megadcp.config.run_file import from_dict, to_dict
 
     return from_dict({**to_dict(config), "hardware": yaml.safe_load(text)})

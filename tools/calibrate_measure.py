@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,9 @@ from megadcp.mesh.groups import GroupPool
 from megadcp.nn.backend import PackedTokens
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import Microbatch, Recompute, StepPlan
-from megadcp.train.state import TrainState, model_dtype, new_state
+
+if TYPE_CHECKING:  # gpu_check measures with a state of its own where training's needs are not installed
+    from megadcp.train.state import TrainState
 
 SHORTEST_SECONDS = 2e-3  # shorter work is repeated within one measurement
 LEAST_ROUNDS = 2
@@ -82,8 +84,8 @@ class Compute:
 class Clock:
     """Seconds of work on a device.
 
-    On a CPU with one thread they are CPU seconds of this process: other programs on a shared machine don't count. On a GPU, and with several
-    threads, they are the wall's, after waiting for the device.
+    On a CPU with one thread they are CPU seconds of this process: other programs on a shared machine don't count. With several threads they
+    are the wall's; on a GPU its own, from before the work is issued to its end.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -93,15 +95,22 @@ class Clock:
     @property
     def name(self) -> str:
         """What its seconds are."""
-        return "CPU seconds of the process" if self.cpu else "wall clock"
+        return "CPU seconds of the process" if self.cpu else "seconds of the GPU" if self.device.type == "cuda" else "wall clock"
 
     def span(self, work: Callable[[], object]) -> Span:
         """What one call takes."""
         self.wait()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.device.type == "cuda" else []
         wall, cpu = time.perf_counter(), time.process_time()
+        for event in events[:1]:
+            event.record()
         work()
+        for event in events[1:]:
+            event.record()
         self.wait()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        if events:
+            return Span(events[0].elapsed_time(events[1]) / 1000, wall)
         return Span(cpu if self.cpu else wall, wall)
 
     def wait(self) -> None:
@@ -189,9 +198,14 @@ def pack_of(lengths: Sequence[int], one: Microbatch, vocab: int) -> Pack:
 class Bench:
     """The real model with its gradients and optimizer on one device."""
 
-    def __init__(self, config: Config, device: torch.device, clock: Clock, pool: GroupPool | None = None) -> None:
+    def __init__(self, config: Config, device: torch.device, clock: Clock, pool: GroupPool | None = None, state: TrainState | None = None) -> None:
+        """state: made from the config where it isn't given; anything with a model, its gradients, an optimizer and an engine will do."""
         self.config, self.device, self.clock = config, device, clock
-        self.state: TrainState = new_state(config, device, pool=pool)
+        if state is None:
+            from megadcp.train.state import new_state
+
+            state = new_state(config, device, pool=pool)
+        self.state: TrainState = state
 
     def microbatch(self, pack: Pack, placement: Placement) -> Span:
         """Forward and backward of one microbatch, as the engine runs it."""
@@ -271,6 +285,8 @@ def both_ways(clock: Clock, forward: Callable[[], Tensor]) -> tuple[float, float
 
 def linear_jobs(config: Config, device: torch.device, clock: Clock, sizes: Sequence[int]) -> dict[Hashable, Callable[[], Sequence[float]]]:
     """The four matrix products of a layer one after the other, for t tokens each."""
+    from megadcp.train.state import model_dtype
+
     model, dtype = config.model, model_dtype(config)
     h, wide = model.hidden, (2 if model.gated else 1) * model.ffn
     query, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -296,7 +312,7 @@ def linear_jobs(config: Config, device: torch.device, clock: Clock, sizes: Seque
 
 def attention_jobs(bench: Bench, packs: Sequence[tuple[int, ...]]) -> dict[Hashable, Callable[[], Sequence[float]]]:
     """Core attention of one layer, as the backend does it, over documents of these lengths."""
-    model, device, dtype = bench.config.model, bench.device, model_dtype(bench.config)
+    model, device, dtype = bench.config.model, bench.device, next(bench.state.model.parameters()).dtype
     core = bench.state.model.layers["0"].attention.core  # type: ignore[union-attr]
 
     def job(lengths: tuple[int, ...]) -> Callable[[], Sequence[float]]:
