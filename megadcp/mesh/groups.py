@@ -6,7 +6,7 @@ torch group. A group is made by all ranks of the world, members or not, because 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -19,6 +19,8 @@ from megadcp.mesh.coords import Mesh
 from megadcp.mesh.streams import HERE, Channel, Streams
 
 TIMEOUT_SECONDS = 600.0  # of one collective
+Splits = Mapping[int, int]
+NO_SPLITS: Splits = {}
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class Group:
         return Group((rank,), 0, None)
 
 
-def rank_sets(mesh: Mesh, max_cp: int = 0) -> list[tuple[int, ...]]:
+def rank_sets(mesh: Mesh, max_cp: int = 0, splits: Splits = NO_SPLITS) -> list[tuple[int, ...]]:
     """All distinct sets of two or more ranks that work together anywhere in the mesh, in the order in which they are made.
 
-    cp groups: aligned blocks of 2, 4, .. lanes up to `max_cp` (0: all lanes), those that fit.
+    cp groups: aligned blocks of 2, 4, .. lanes up to `max_cp` (0: all lanes), those that fit. `splits`: of a group size, how many neighbours
+    exchange heads; those at the same place of all blocks of neighbours get a group, too.
     """
     stages, lanes, columns = range(mesh.pp), range(mesh.lanes), range(mesh.tp)
     sets = [tuple(range(mesh.world))]
@@ -55,6 +58,15 @@ def rank_sets(mesh: Mesh, max_cp: int = 0) -> list[tuple[int, ...]]:
     sets += [mesh.lane_ranks(pp, tp) for pp in stages for tp in columns]
     for size in cp_sizes(mesh, max_cp):
         sets += [mesh.lane_ranks(pp, tp, first, size) for pp in stages for first in range(0, mesh.lanes - size + 1, size) for tp in columns]
+    for size, split in sorted(splits.items()):
+        firsts = range(0, mesh.lanes - size + 1, size)
+        sets += [
+            _strided(mesh, pp, tp, range(first + place, first + size, split))
+            for pp in stages
+            for first in firsts
+            for place in range(split)
+            for tp in columns
+        ]
     sets += [mesh.pipeline_ranks(lane, tp) for lane in lanes for tp in columns]
     sets += [_ends(mesh, lane, tp) for lane in lanes for tp in columns]
     sets += [_model(mesh, lane) for lane in lanes]
@@ -64,6 +76,10 @@ def rank_sets(mesh: Mesh, max_cp: int = 0) -> list[tuple[int, ...]]:
 def cp_sizes(mesh: Mesh, max_cp: int = 0) -> list[int]:
     """Sizes above 1 of the cp groups in the pool."""
     return [size for size in mesh.group_sizes() if size <= (max_cp or mesh.lanes)]
+
+
+def _strided(mesh: Mesh, pp: int, tp: int, lanes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(mesh.rank(pp, lane, tp) for lane in lanes)
 
 
 def _ends(mesh: Mesh, lane: int, tp: int) -> tuple[int, ...]:
@@ -84,17 +100,20 @@ class GroupPool:
 
     def __init__(
         self, mesh: Mesh, rank: int, device: torch.device, max_cp: int = 0, timeout_s: float = TIMEOUT_SECONDS, overlap: bool = False,
-        streams: Streams | None = None,
+        streams: Streams | None = None, splits: Splits = NO_SPLITS,
     ) -> None:  # fmt: skip
         """Make the groups and warm each of them up with one small sum.
 
         `overlap`: `lanes` gets a torch group to itself where other groups have the same ranks. Operations of one torch group must start in
         the same order on all members; gradient buckets that start in each lane's own last backward do not keep one with the cp group.
-        `streams`: where operations of each purpose run; None makes those of the device.
+        `streams`: where operations of each purpose run; None makes those of the device. `splits`: group sizes that also need `halves`.
 
         Raises:
-            ValueError: the rank or torch's world does not belong to the mesh.
+            ValueError: the rank or torch's world does not belong to the mesh, or a split isn't a smaller group size.
         """
+        self.splits = {size: split for size, split in splits.items() if size in cp_sizes(mesh, max_cp)}
+        if any(not 1 < split < size or size % split or split not in mesh.group_sizes() for size, split in self.splits.items()):
+            raise ValueError(f"groups can't be cut as {dict(self.splits)} says: each size into powers of two above 1 and below it")
         self.mesh, self.rank, self.coords, self.sizes = mesh, rank, mesh.coords(rank), cp_sizes(mesh, max_cp)
         self._handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -102,7 +121,7 @@ class GroupPool:
         self.streams = streams or Streams(device)
         if mesh.world > 1:
             _check_world(mesh, rank)
-            self._handles = _make(rank_sets(mesh, max_cp), mesh.world, timedelta(seconds=timeout_s))
+            self._handles = _make(rank_sets(mesh, max_cp, self.splits), mesh.world, timedelta(seconds=timeout_s))
             self._own = _make(_shared_lanes(mesh, max_cp), 0, timedelta(seconds=timeout_s)) if overlap else {}
             self._groups = {ranks: Group(ranks, ranks.index(rank), handle) for ranks, handle in self._handles.items() if rank in ranks}
         pp, lane, tp = self.coords
@@ -132,6 +151,15 @@ class GroupPool:
             fits = [1] + [each for each in self.sizes if mine // each * each + each <= self.mesh.lanes]
             raise ValueError(f"no cp group of {size} lanes holds lane {mine}; sizes with a group here: {', '.join(map(str, fits))}")
         return self._group(ranks, "cp")
+
+    def halves(self, lane: int, size: int) -> tuple[Group, Group] | None:
+        """Of the group of `cp`, the neighbours of this rank and those at its place of other blocks of neighbours; None where none was asked for."""
+        split = self.splits.get(size)
+        if split is None:
+            return None
+        mine, first = self.coords.lane, lane // size * size
+        across = _strided(self.mesh, self.coords.pp, self.coords.tp, range(first + (mine - first) % split, first + size, split))
+        return self.cp(mine, split), self._group(across, "cp")
 
     @property
     def count(self) -> int:
