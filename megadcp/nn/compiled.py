@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,11 +26,32 @@ def _can_compile() -> bool:
     return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
+def fused(x: Tensor, formula: Formula) -> Formula:
+    """The formula, compiled if it is for x on a GPU. It must be a function of its arguments alone.
+
+    Only the first size of each tensor is left open. So one kernel serves all token counts, and a recompute runs the very one that the
+    forward ran: had the first count seen a kernel of its own, which of the two runs would depend on what ran before.
+    """
+    return cast(Formula, _compiled(formula)) if compiles(x) else formula
+
+
 @functools.cache
 def _compiled(formula: Formula) -> Formula:
-    return torch.compile(formula, dynamic=True)  # type: ignore[return-value]
+    return open_rows(torch.compile(formula))
 
 
-def fused(x: Tensor, formula: Formula) -> Formula:
-    """The formula, compiled once for all shapes if it is for x on a GPU. It must be a function of its arguments alone."""
-    return _compiled(formula) if compiles(x) else formula
+def open_rows(compiled: Formula) -> Formula:
+    """A compiled function that takes the first size of its tensors of two and more dims as it comes."""
+
+    def run(*arguments: object) -> object:
+        for one in arguments:
+            if isinstance(one, Tensor) and one.ndim >= 2:
+                torch._dynamo.maybe_mark_dynamic(one, 0)
+        return compiled(*arguments)
+
+    return cast(Formula, run)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half formats as fp32; fp32 and fp64 as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megadcp.nn.compiled import compiles, fused, wide
+
 
 class _RmsNorm(torch.autograd.Function):
     """y = x / sqrt(mean(x^2) + eps) * w, saving x and one number per row.
@@ -22,30 +24,47 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide, scale = _wide(x), _wide(weight)
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        out = torch.mul(wide, inverse).mul_(scale)
+        if compiles(x):
+            out, inverse = fused(x, normed)(x, weight, eps)
+            ctx.save_for_backward(x, weight, inverse)
+            return out
+        values, scale = wide(x), wide(weight)
+        inverse = torch.linalg.vector_norm(values, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        out = torch.mul(values, inverse).mul_(scale)
         ctx.save_for_backward(x, weight, inverse)
         return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
-        wide, scale, grad = _wide(x), _wide(weight), _wide(grads[0])
+        if compiles(x):
+            return *fused(x, normed_slopes)(x, weight, inverse, grads[0]), None
+        values, scale, grad = wide(x), wide(weight), wide(grads[0])
         features = x.shape[-1]
-        product = torch.mul(grad, wide)  # [.., h]
+        product = torch.mul(grad, values)  # [.., h]
         dx = dw = None
         if ctx.needs_input_grad[0]:
             pull = torch.matmul(product, scale).unsqueeze(-1).mul_(inverse.pow(3)).div_(features)
-            dx = torch.mul(grad, scale).mul_(inverse).addcmul_(wide, pull, value=-1).to(x.dtype)
+            dx = torch.mul(grad, scale).mul_(inverse).addcmul_(values, pull, value=-1).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dw = torch.mv(product.reshape(-1, features).t(), inverse.reshape(-1)).to(weight.dtype)
         return dx, dw, None
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Half formats as fp32; fp32 and fp64 as they are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalise and scale x [.., h]; also gives the inverse roots [.., 1]."""
+    values = wide(x)
+    inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (values * inverse * wide(weight)).to(x.dtype), inverse
+
+
+def normed_slopes(x: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `normed` by x and weight."""
+    values, slope = wide(x), wide(grad)
+    pull = (slope * values * wide(weight)).sum(-1, keepdim=True) * inverse.pow(3) / x.shape[-1]
+    dx = slope * wide(weight) * inverse - values * pull
+    dw = (slope * values * inverse).flatten(0, -2).sum(0)
+    return dx.to(x.dtype), dw.to(weight.dtype)
 
 
 _rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RmsNorm.apply
@@ -61,7 +80,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [.., h]; same shape."""
-        if x.is_cuda:  # one fused kernel each way
+        if x.is_cuda and not compiles(x):
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         return _rms_norm(x, self.weight, self.eps)
 

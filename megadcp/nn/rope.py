@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megadcp.config.schema import RopeConfig
+from megadcp.nn.compiled import compiles, fused
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -86,12 +87,31 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     out[..., half:].addcmul_(first, sin)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [t, heads, d] by the angle, in the tables' format and rounded once."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def split_turned(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> Tensor:
+    """Heads [t, H + 2G, d] of qkv, all but the values turned."""
+    x = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
+    return torch.cat([turned(x[:, : heads + kv_heads], cos, sin), x[:, heads + kv_heads :]], dim=1)
+
+
+def joined_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradient of qkv from those of the parts that `split_turned` gives."""
+    return torch.cat([turned(dq, cos, -sin), turned(dk, cos, -sin), dv], dim=1).flatten(1)
+
+
 class _Rotate(torch.autograd.Function):
     """x [t, heads, d] -> turned copy; saves only the shared tables."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
+        if compiles(x):
+            return fused(x, turned)(x, cos, sin)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _turn(x, cos, sin, out)
         return out
@@ -99,6 +119,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
+        if compiles(grads[0]):
+            return fused(grads[0], turned)(grads[0], cos, -sin), None, None
         out = torch.empty(grads[0].shape, dtype=grads[0].dtype, device=grads[0].device)
         _turn(grads[0], cos, -sin, out)
         return out, None, None
@@ -109,21 +131,25 @@ class _SplitRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = qkv.shape[0]
-        x = qkv.view(tokens, heads + 2 * kv_heads, -1)
-        out = torch.empty_like(x)
-        turned = heads + kv_heads
-        _turn(x[:, :turned], cos, sin, out[:, :turned])
-        out[:, turned:].copy_(x[:, turned:])
         ctx.save_for_backward(cos, sin)
         ctx.sizes = (heads, kv_heads)
-        return out[:, :heads], out[:, heads:turned], out[:, turned:]
+        values = heads + kv_heads  # the first head of the values
+        if compiles(qkv):
+            out = fused(qkv, split_turned)(qkv, cos, sin, heads, kv_heads)
+        else:
+            x = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
+            out = torch.empty_like(x)
+            _turn(x[:, :values], cos, sin, out[:, :values])
+            out[:, values:].copy_(x[:, values:])
+        return out[:, :heads], out[:, heads:values], out[:, values:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         heads, kv_heads = ctx.sizes
         dq, dk, dv = grads
+        if compiles(dq):
+            return fused(dq, joined_back)(dq, dk, dv, cos, sin), None, None, None, None
         tokens, _, head_dim = dq.shape
         out = torch.empty(tokens, heads + 2 * kv_heads, head_dim, dtype=dq.dtype, device=dq.device)
         back = -sin
