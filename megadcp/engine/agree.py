@@ -33,7 +33,7 @@ class Row(NamedTuple):
     words: tuple[int, ...]
 
 
-def agree(plan: StepPlan, targets: int, problem: Exception | None, pool: GroupPool | None, device: torch.device) -> int:
+def agree(plan: StepPlan, targets: int, problem: Exception | None, pool: GroupPool | None) -> int:
     """Targets of the global batch. `problem` is what this rank has against its own plan or packs: then no rank runs it.
 
     Raises:
@@ -46,7 +46,8 @@ def agree(plan: StepPlan, targets: int, problem: Exception | None, pool: GroupPo
         return targets
     digest = bytes.fromhex(plan_hash(plan))
     words = tuple(int.from_bytes(digest[at : at + 8], "big", signed=True) for at in range(0, 8 * WORDS, 8))
-    own = torch.tensor([[problem is not None, plan.step, targets, *words]], dtype=torch.int64, device=device)
+    # On the host, over the group's gloo: the device need not be waited for, and works on what the last step has left to do.
+    own = torch.tensor([[problem is not None, plan.step, targets, *words]], dtype=torch.int64)
     rows = [Row(row[0], row[1], row[2], tuple(row[3:])) for row in all_gather(own, pool.world).tolist()]
     if problem is not None:
         raise problem

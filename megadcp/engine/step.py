@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megadcp.data.batch import Pack
 from megadcp.engine.agree import agree
@@ -33,6 +33,17 @@ class Updater(Protocol):
 
     def step(self, lr: float) -> None:
         """One update of every parameter at this learning rate."""
+
+
+@runtime_checkable
+class EarlyUpdater(Protocol):
+    """One that can be launched before the host knows whether the gradients are finite."""
+
+    def step_unless(self, lr: float, bad: Tensor) -> bool:
+        """Launch an update that changes nothing where `bad`, a scalar on the device, is 1. False: it can't, and has done nothing."""
+
+    def settle(self, updated: bool) -> None:
+        """Say what has become of the update that was launched last."""
 
 
 @dataclass
@@ -123,11 +134,16 @@ def run_step(
     losses = run_lane(engine, plan, shares, watch)
 
     ran = time.perf_counter()
-    verdict = engine.gradients.finish(losses, max(1, targets), engine.clip_norm)
+    judged = engine.gradients.judge(losses, max(1, targets), engine.clip_norm)
+    early = _early(engine, refuse is None and targets > 0)
+    launched = early is not None and early.step_unless(lr, judged.bad)
+    verdict = judged.read()
     problem = "" if verdict.finite and targets else describe_problem(verdict.loss_sum, targets)
     if refuse is not None and not problem:
         problem = refuse(verdict.loss_sum / targets, verdict.norm)
-    if not problem:
+    if launched and early is not None:
+        early.settle(not problem)
+    elif not problem:
         engine.optimizer.step(lr)
 
     done = time.perf_counter()
@@ -135,6 +151,11 @@ def run_step(
         verdict.loss_sum, targets, verdict.norm, not problem, problem, beside_predictions(engine, plan, shares, watch),
         done - begin, watch.span(), done - ran, watch.memory_bytes,
     )  # fmt: skip
+
+
+def _early(engine: Engine, allowed: bool) -> EarlyUpdater | None:
+    """The optimizer, if the device alone decides whether this step is applied and it can be told so."""
+    return engine.optimizer if allowed and isinstance(engine.optimizer, EarlyUpdater) else None
 
 
 def prepare(engine: Engine, plan: StepPlan, packs: Sequence[Pack]) -> tuple[dict[int, Share], int]:
@@ -147,7 +168,7 @@ def prepare(engine: Engine, plan: StepPlan, packs: Sequence[Pack]) -> tuple[dict
         shares = lane_shares(plan, packs, engine.coords.lane, engine.pool)
     except Exception as error:  # raised by agree, so that the other ranks hear of it instead of waiting
         problem = error
-    targets = agree(plan, sum(count_targets(pack) for pack in packs), problem, engine.pool, engine.device)
+    targets = agree(plan, sum(count_targets(pack) for pack in packs), problem, engine.pool)
     return shares, targets
 
 

@@ -62,6 +62,11 @@ class Pending:
         self._api.current_stream().wait_event(self._event)
         self._touched = ()
 
+    def synchronize(self) -> None:
+        """Let the host wait, as nobody does before a step's end."""
+        self._event.synchronize()
+        self._touched = ()
+
 
 class StreamChannel(Channel):
     """Starts operations of one purpose on its stream."""

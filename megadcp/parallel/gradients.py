@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megadcp.mesh.groups import GroupPool
-from megadcp.mesh.streams import Streams
+from megadcp.mesh.streams import Channel, Pending, Streams, Wait
 from megadcp.parallel.buckets import BUCKET_ELEMENTS, GradientBuckets, on_gradient
 from megadcp.parallel.collectives import all_reduce
 from megadcp.parallel.main_grad import offer, was_added, withdraw
@@ -36,6 +37,34 @@ class Verdict:
     loss_sum: float
     norm: float
     finite: bool
+
+
+class Judgement:
+    """A verdict that the device may still be working on.
+
+    bad: fp32 scalar on the device, 1 where something is not finite, else 0: an update that looks at it there need not wait for the host.
+    """
+
+    def __init__(self, values: Tensor, channel: Channel) -> None:
+        """values: fp64 [loss sum, norm]. channel: of copies to the host."""
+        self.bad = values.isfinite().all().logical_not().to(torch.float32)
+        self._values = values
+        self._waits: list[Wait] = []
+        if channel.stream is not None:
+            host = self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+
+            def launch(later: bool) -> list[Wait]:
+                host.copy_(values, non_blocking=True)
+                return []
+
+            self._waits = channel.start(launch, [values])
+
+    def read(self) -> Verdict:
+        """The step's one wait of the host for the device: until the gradients are summed and judged, not until they are applied."""
+        for wait in self._waits:
+            cast(Pending, wait).synchronize()
+        loss_sum, norm = self._values.tolist()
+        return Verdict(loss_sum, norm, all(abs(value) < float("inf") for value in (loss_sum, norm)))
 
 
 class GradientBuffers:
@@ -156,23 +185,27 @@ class GradientBuffers:
             return self.buckets.pieces(self.names, self.slices())
         return pieces_of(zip(self.names, self.parameters, strict=True), self.sums())
 
-    @torch.no_grad()
     def finish(self, losses: list[Tensor], targets: int, clip_norm: float) -> Verdict:
-        """Sum over ranks, divide by `targets`, clip to a global norm of `clip_norm` (0: don't), and judge. One wait for the device.
+        """`judge`, and wait for what it says."""
+        return self.judge(losses, targets, clip_norm).read()
+
+    @torch.no_grad()
+    def judge(self, losses: list[Tensor], targets: int, clip_norm: float) -> Judgement:
+        """Sum over ranks, divide by `targets`, clip to a global norm of `clip_norm` (0: don't), and judge; without waiting for the device.
 
         losses: the sums of this rank's microbatches, scalars; equal on all tp ranks; [] where the last stage is elsewhere or nothing ran.
         The verdict is the same on all ranks, about all of them. With NaN or Inf anywhere, or finite gradients whose squares overflow, the
         norm is not finite.
         """
         if self.pool is not None:
-            return self._finish_together(self.pool, losses, targets, clip_norm)
+            return self._judge_together(self.pool, losses, targets, clip_norm)
         sums = self.sums()
         # Norms of the sums, joined in fp64: the squares of many large tensors must not lose the small ones.
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(sums)).double()) / targets
         loss_sum = torch.stack(losses).double().sum()
-        return _scale_and_judge(sums, loss_sum, norm, targets, clip_norm)
+        return self._scale_and_judge(sums, loss_sum, norm, targets, clip_norm)
 
-    def _finish_together(self, pool: GroupPool, losses: list[Tensor], targets: int, clip_norm: float) -> Verdict:
+    def _judge_together(self, pool: GroupPool, losses: list[Tensor], targets: int, clip_norm: float) -> Judgement:
         if self.buckets is not None:
             self.buckets.finish()
         pieces = self.pieces()
@@ -181,12 +214,20 @@ class GradientBuffers:
             if piece.name == self._table:  # both ends have its bucket to itself, so both hold the same elements
                 all_reduce(piece.values, pool.ends)
         ours, others = split_counted(pieces, pool.tp, [LAST_TABLE] if self._table == LAST_TABLE else [])
-        loss_sum = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64)
+        loss_sum = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=self.device)
         # What others count is only looked at: times 0 it is NaN if something in it is not finite.
         counts = 1.0 if pool.tp.index == 0 else 0.0
-        totals = torch.stack([loss_sum.to(self.device) * counts, self._squares(ours) + self._squares(others) * 0.0])
+        totals = torch.stack([loss_sum * counts, self._squares(ours) + self._squares(others) * 0.0])
         loss_sum, squares = all_reduce(totals, pool.world).unbind()
-        return _scale_and_judge(self.slices() if self.buckets else self.sums(), loss_sum, squares.sqrt() / targets, targets, clip_norm)
+        return self._scale_and_judge(self.slices() if self.buckets else self.sums(), loss_sum, squares.sqrt() / targets, targets, clip_norm)
+
+    def _scale_and_judge(self, sums: list[Tensor], loss_sum: Tensor, norm: Tensor, targets: int, clip_norm: float) -> Judgement:
+        scale = torch.full_like(norm, 1.0 / targets)
+        if clip_norm > 0:
+            scale = scale * (clip_norm / norm.clamp(min=clip_norm))
+        if sums:
+            torch._foreach_mul_(sums, scale.to(sums[0].dtype))
+        return Judgement(torch.stack([loss_sum, norm]), self.streams.channel("copy"))
 
     def _squares(self, views: list[Tensor]) -> Tensor:
         """fp64 sum of squares."""
@@ -204,13 +245,3 @@ class GradientBuffers:
         self._hooks.clear()
         for index in self._offered:
             withdraw(self.parameters[index], self._wide[index])
-
-
-def _scale_and_judge(sums: list[Tensor], loss_sum: Tensor, norm: Tensor, targets: int, clip_norm: float) -> Verdict:
-    scale = norm.new_tensor(1.0 / targets)
-    if clip_norm > 0:
-        scale = scale * (clip_norm / norm.clamp(min=clip_norm))
-    if sums:
-        torch._foreach_mul_(sums, scale.to(sums[0].dtype))
-    values = torch.stack([loss_sum, norm]).tolist()
-    return Verdict(values[0], values[1], all(abs(value) < float("inf") for value in values))
