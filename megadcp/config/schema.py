@@ -192,6 +192,7 @@ class RunConfig:
     seed: int = setting(1234, "1", "seed of initial weights and dropout")
     validate_every: int = setting(0, "steps", "steps between validations; 0 validates at the end only")
     validate_tokens: int = setting(65536, "tokens", "most tokens of each validation set per validation")
+    init_from: str = setting("", "path", "weights to start from: a run, a checkpoint, a Hugging Face folder, an import; empty: random ones")
     sample_prompt: str = setting("", "text", "prompt of the sample printed at the end; empty prints none")
     sample_tokens: int = setting(64, "tokens", "length of the sample")
 
@@ -204,6 +205,8 @@ class CheckpointConfig:
     keep_last: int = setting(2, "checkpoints", "older ones are removed after a newer one is complete")
     keep_every: int = setting(0, "steps", "checkpoints of steps divisible by it stay for ever; 0: none")
     async_save: bool = setting(True, "flag", "train on while a copy of the state in host memory is written; false waits and needs no copy")
+    export_every: int = setting(0, "steps", "checkpoints of steps divisible by it, and the last, also become Hugging Face folders in hf/; 0: none")
+    export_format: str = setting("", "name", "format of the exported weights; empty: as they are trained", ("", "fp32", "bf16", "fp16"))
     resume: str = setting("auto", "name", "auto: go on where the run folder stops; refuse: an existing run is an error", ("auto", "refuse"))
     allow_change: tuple[str, ...] = setting((), "names", "settings of an existing run that may differ now, [data.train,optim.lr]; others are refused")
 

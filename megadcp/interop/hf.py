@@ -21,9 +21,10 @@ from megadcp.config.check import UserError
 from megadcp.config.schema import ModelConfig, TokenizerConfig
 from megadcp.data.tokenizer import Tokenizer, open_tokenizer
 from megadcp.interop.hf_config import Described, family_of, read_config, write_config
-from megadcp.interop.hf_files import read_json, read_tensors, write_json, write_tensors
+from megadcp.interop.hf_files import read_tensors, write_tensors
 from megadcp.interop.hf_names import as_ours, as_theirs, cut_rows, entries, our_shapes, their_shapes
 from megadcp.interop.hf_tokenizer import write_tokenizer
+from megadcp.interop.json_files import read_json, write_json
 from megadcp.interop.tensors import LazyTensors, lazy, mismatches
 
 CONFIG, GENERATION, ABOUT = "config.json", "generation_config.json", "megadcp.json"

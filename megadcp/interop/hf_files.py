@@ -6,7 +6,6 @@ whatever code it holds.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megadcp.config.check import UserError
+from megadcp.interop.json_files import read_json, write_json
 from megadcp.interop.tensors import LazyTensors
 
 STEM = "model"
@@ -101,19 +101,6 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} is no whole safetensors file: {error}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; UserError for anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
-    return value
-
-
 # ------------------------------------------------------------------------------------------------------------------ write
 def write_tensors(folder: Path, tensors: LazyTensors, max_shard_bytes: int, stem: str = STEM) -> list[str]:
     """Write all tensors, in several files where one would be larger than asked for; returns the file names.
@@ -152,11 +139,3 @@ def cut(metas: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
 
 def _bytes(meta: Tensor) -> int:
     return meta.numel() * meta.element_size()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Indented JSON, on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -17,7 +17,7 @@ from typing import Any
 
 from megadcp.config.check import UserError
 from megadcp.data.tokenizer import SPACE_MARK, SentencePieceTokenizer, Tokenizer
-from megadcp.interop.hf_files import read_json, write_json
+from megadcp.interop.json_files import read_json, write_json
 
 JSON, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 BESIDE = ("special_tokens_map.json",)
