@@ -55,6 +55,23 @@ class Optimizer:
 
     def step(self, lr: float) -> None:
         """One update from the summed gradients; narrow parameters are rounded from their masters. All lanes call it."""
+        self._launch(lr, None)
+
+    def step_unless(self, lr: float, bad: Tensor) -> bool:
+        """An update that changes nothing where `bad`, a scalar on the device, is 1: the host need not wait before it. False: not with this AdamW.
+
+        `settle` must follow.
+        """
+        if self.inner is not None and not (type(self.inner) is torch.optim.AdamW and self.inner.defaults["fused"]):
+            return False
+        self._launch(lr, bad)
+        return True
+
+    def settle(self, updated: bool) -> None:
+        """Say what has become of the update that was launched last."""
+        self.updates -= not updated
+
+    def _launch(self, lr: float, bad: Tensor | None) -> None:
         sums = self.gradients.sums() if self.sharded is None else self.gradients.slices()
         for master, gradient in zip(self.masters, sums, strict=True):
             if master.grad is not gradient:
@@ -62,7 +79,13 @@ class Optimizer:
         if self.inner is not None:  # a pipeline stage can be frozen altogether
             for group in self.inner.param_groups:
                 group["lr"] = lr
-            self.inner.step()
+            if bad is not None:
+                self.inner.found_inf = bad  # type: ignore[attr-defined]  # torch's fused optimizers look at it on the device
+            try:
+                self.inner.step()
+            finally:
+                if bad is not None:
+                    del self.inner.found_inf  # type: ignore[attr-defined]
         self.updates += 1
         if self.sharded is not None:
             self.sharded.publish()
