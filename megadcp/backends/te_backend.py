@@ -55,7 +55,7 @@ class TeBackend:
         self._recipe = getattr(te.recipe, RECIPES[fp8])() if fp8 else None
         self._remaking = Remaking()
         self._tools = Tools(te, tp, sequence_parallel, self._remaking, self._unquantised)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------------------------------------------- precision
     def layer(self, index: int, layers: int) -> TeBackend:
