@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,11 +32,12 @@ def fused(x: Tensor, formula: Formula) -> Formula:
     Only the first size of each tensor is left open. So one kernel serves all token counts, and a recompute runs the very one that the
     forward ran: had the first count seen a kernel of its own, which of the two runs would depend on what ran before.
     """
-    return cast(Formula, _compiled(formula)) if compiles(x) else formula
+    made: Formula = _compiled(formula) if compiles(x) else formula
+    return made
 
 
 @functools.cache
-def _compiled(formula: Formula) -> Formula:
+def _compiled(formula: Callable[..., object]) -> Any:
     return open_rows(torch.compile(formula))
 
 
