@@ -11,48 +11,16 @@ queries and keys in each of them. Wide: fp64 for fp64, else fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megadcp.parallel.packed_attention import CUDA_FLASH, PackedKernel, add, calls_of, pick, put
+from megadcp.parallel.tile import Tile
+
 ROWS = 512  # queries whose scores the plain kernel has in memory at a time
-
-
-class Tile(NamedTuple):
-    """`queries` rows from `query` on meet `keys` rows from `key` on; the same in so many `documents`, whose rows lie a stretch apart.
-
-    causal: aligned at the end, so the last query sees all keys and the one before it all but the last.
-    """
-
-    query: int
-    queries: int
-    key: int
-    keys: int
-    causal: bool
-    documents: int = 1
-    query_stretch: int = 0
-    key_stretch: int = 0
-
-
-def join(tiles: Iterable[Tile]) -> list[Tile]:
-    """Fewer tiles for the same: equal ones at equal distances become one. Tiles without queries or keys are left out."""
-    found: list[Tile] = []
-    for tile in tiles:
-        if not tile.queries or not tile.keys:
-            continue
-        if found:
-            last = found[-1]
-            stretches = (tile.query - last.query, tile.key - last.key)
-            if last.documents > 1:
-                stretches = (last.query_stretch, last.key_stretch)
-            following = (last.query + last.documents * stretches[0], last.key + last.documents * stretches[1])
-            if (tile.query, tile.key) == following and (tile.queries, tile.keys, tile.causal) == (last.queries, last.keys, last.causal):
-                found[-1] = last._replace(documents=last.documents + 1, query_stretch=stretches[0], key_stretch=stretches[1])
-                continue
-        found.append(tile)
-    return found
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -64,13 +32,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Running:
     """What the queries have seen so far: out [t, H, d] and lse [t, H], both wide. Rows that saw no key have out 0 and lse -inf."""
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, memo: dict[Any, Any] | None = None) -> None:
+        """memo: that of the microbatch, for what its layers can share."""
+        self.memo = {} if memo is None else memo
         self.out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
         self.lse = torch.full(q.shape[:2], -math.inf, dtype=self.out.dtype, device=q.device)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], first: bool = False) -> None:
+    def add(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], first: bool = False) -> None:
         """Attend with q [t, H, d] and k, v [n, G, d]. first: the tiles' queries have seen nothing yet, which saves the merging."""
         kernel = kernel_of(q)
+        if isinstance(kernel, PackedKernel):
+            for call in calls_of(tiles, q, k, self.memo):
+                out, lse = kernel.forward(pick(q, call.queries), pick(k, call.keys), pick(v, call.keys), call)
+                self._take(call.queries, out, lse.unsqueeze(-1), first)
+            return
         for tile in tiles:
             fresh = first
             for piece in _pieces(tile, kernel):
@@ -82,6 +57,19 @@ class Running:
                     fresh = False
                 else:
                     merge(mine, sums, out, lse.unsqueeze(-1))
+
+    def _take(self, rows: Tensor | None, out: Tensor, lse: Tensor, first: bool) -> None:
+        """Let in a block of these rows (None: all): out [m, H, d], lse [m, H, 1]."""
+        if first:
+            put(self.out, rows, out)
+            put(self.lse, rows, lse.squeeze(-1))
+        elif rows is None:
+            merge(self.out, self.lse.unsqueeze(-1), out, lse)
+        else:
+            mine, sums = pick(self.out, rows), pick(self.lse, rows).unsqueeze(-1)
+            merge(mine, sums, out, lse)
+            put(self.out, rows, mine)
+            put(self.lse, rows, sums.squeeze(-1))
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -96,13 +84,21 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 class Gradients:
     """Sums of dq [t, H, d] and dk, dv [n, G, d], wide, for one gradient `grad` of the merged result: out [t, H, d], lse [t, H]."""
 
-    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, memo: dict[Any, Any] | None = None) -> None:
+        self.memo = {} if memo is None else memo
         self.grad, self.q, self.out, self.lse = grad.contiguous(), q, out, lse
         self.dq = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
 
-    def add(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, tiles: Iterable[Tile]) -> None:
+    def add(self, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, tiles: tuple[Tile, ...]) -> None:
         """Add to dq, and to dk and dv, what the tiles contribute."""
         kernel = kernel_of(self.q)
+        if isinstance(kernel, PackedKernel):
+            for call in calls_of(tiles, self.q, k, self.memo):
+                grad, q, out, lse = (pick(x, call.queries) for x in (self.grad, self.q, self.out, self.lse))
+                parts = kernel.backward(grad, q, pick(k, call.keys), pick(v, call.keys), out, lse, call)
+                for total, rows, part in zip((self.dq, dk, dv), (call.queries, call.keys, call.keys), parts, strict=True):
+                    add(total, rows, part)
+            return
         for tile in tiles:
             for piece in _pieces(tile, kernel):
                 grad, q, out = (_queries(x, piece) for x in (self.grad, self.q, self.out))
@@ -152,8 +148,11 @@ class Kernel(NamedTuple):
     any_causal: bool
 
 
-def kernel_of(x: Tensor) -> Kernel:
-    """Fused where PyTorch has a kernel that tells the log-sum-exp: all formats on a CPU, half formats on a GPU. Else the plain one."""
+def kernel_of(x: Tensor) -> Kernel | PackedKernel:
+    """Fused where PyTorch has a kernel that tells the log-sum-exp: all formats on a CPU, half formats on a GPU. Else the plain one.
+
+    The GPU's takes all documents of a step of the ring in one call.
+    """
     if x.device.type == "cpu":
         return CPU_FLASH
     return CUDA_FLASH if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 8 == 0 else PLAIN
@@ -166,21 +165,6 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
 
 def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-    return dq, dk, dv
-
-
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """One flash call for B equal documents. Written from the operator's signature: it has not run on a GPU yet."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return out, lse
-
-
-def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward, without dropout: the random state is not read. It has not run on a GPU yet."""
-    unused = torch.zeros(2, dtype=torch.int64, device=q.device)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
-    )
     return dq, dk, dv
 
 
@@ -244,5 +228,4 @@ def _heads_apart(x: Tensor, heads: int) -> Tensor:
 
 
 CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, False)
-CUDA_FLASH = Kernel(_cuda_forward, _cuda_backward, False)
 PLAIN = Kernel(_plain_forward, _plain_backward, True)

@@ -59,7 +59,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedTokens, placement: W
     group, kind = placement.group, placement.cp_comm
     if group is None or group.size != placement.cp:
         raise ValueError(f"the placement says cp={placement.cp}, but its group has {group.size if group else 'no'} ranks")
-    share = Share(group, batch.cu_seqlens, batch.cu_seqlens_list, batch.real_lengths_list)
+    share = Share(group, batch.cu_seqlens, batch.cu_seqlens_list, batch.real_lengths_list, batch.memo)
     if share.borders[-1] != q.shape[0]:
         raise ValueError(f"the borders are those of {share.borders[-1]} rows, but there are {q.shape[0]}")
     if kind == "all_gather":

@@ -17,14 +17,14 @@ from torch import Tensor
 from megadcp.parallel import collectives
 from megadcp.parallel.block_attention import Gradients, Running
 from megadcp.parallel.context_share import Share
-from megadcp.parallel.context_tiles import gather_tiles, joined_rows
+from megadcp.parallel.context_tiles import gather_tiles
 
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: Share) -> Tensor:
         whole = _gather(k, v, share)
-        running = Running(q)
+        running = Running(q, share.memo)
         running.add(q, whole[:, 0], whole[:, 1], _tiles(share), first=True)
         out = running.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, running.lse)
@@ -36,10 +36,10 @@ class _GatheredAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         share: Share = ctx.share
         whole = _gather(k, v, share)
-        sums = Gradients(grads[0], q, out, lse)
+        sums = Gradients(grads[0], q, out, lse, share.memo)
         d_whole = torch.zeros(whole.shape, dtype=lse.dtype, device=q.device)
         sums.add(whole[:, 0], whole[:, 1], d_whole[:, 0], d_whole[:, 1], _tiles(share))
-        d_own = collectives.reduce_scatter(d_whole[_order(share, k)], share.group).to(k.dtype)
+        d_own = collectives.reduce_scatter(d_whole[share.order(share.group.size)], share.group).to(k.dtype)
         return sums.dq.to(q.dtype), d_own[:, 0].contiguous(), d_own[:, 1].contiguous(), None
 
 
@@ -47,16 +47,11 @@ def _tiles(share: Share) -> Any:
     return gather_tiles(share.borders, share.lengths, share.group.size, share.group.index)
 
 
-def _order(share: Share, k: Tensor) -> Tensor:
-    """[P t]: where member after member's rows stand in the pack."""
-    return joined_rows(share.cu_seqlens, k.shape[0], share.group.size).flatten()
-
-
 def _gather(k: Tensor, v: Tensor, share: Share) -> Tensor:
     """[P t, 2, G, d] in the pack's order."""
     by_member = collectives.all_gather(torch.stack((k, v), 1), share.group)
     whole = torch.empty_like(by_member)
-    whole[_order(share, k)] = by_member
+    whole[share.order(share.group.size)] = by_member
     return whole
 
 

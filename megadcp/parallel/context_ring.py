@@ -4,6 +4,9 @@ Block g of R holds members g A .. g A + A - 1. Together they own chunks g and 2 
 exchange each of them is member g of a zigzag ring of R for its share of the heads. Both parts use point-to-point messages inside the cp
 group; no further groups are needed.
 
+Gradients of keys and values travel in the wide format, twice the bytes of bf16: each hop adds to the sum, and rounding it P times would make
+results depend on how many members share a document, which only the last rounding may.
+
 Legend: t rows of this member, H query heads, G kv heads, d head dim; after the exchange there are A t rows, H / A and G / A heads.
 """
 
@@ -16,9 +19,10 @@ import torch
 from torch import Tensor
 
 from megadcp.parallel import collectives
-from megadcp.parallel.block_attention import Gradients, Running, Tile
+from megadcp.parallel.block_attention import Gradients, Running
 from megadcp.parallel.context_share import Share
-from megadcp.parallel.context_tiles import joined_rows, ring_tiles
+from megadcp.parallel.context_tiles import ring_tiles
+from megadcp.parallel.tile import Tile
 
 
 class _RingAttention(torch.autograd.Function):
@@ -37,14 +41,14 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         (grad,) = ring.to_rows(grads[0])
-        parts = _backward(ring, Gradients(grad, q, out, lse), k, v)
+        parts = _backward(ring, Gradients(grad, q, out, lse, ring.share.memo), k, v)
         dq, dk, dv = ring.to_heads([part.to(q.dtype) for part in parts])
         return dq, dk, dv, None, None
 
 
 def _forward(ring: _Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The merged output in q's format and its log-sum-exp. In step i the keys of block g - i are here; the next ones travel meanwhile."""
-    running = Running(q)
+    running = Running(q, ring.share.memo)
     held = torch.stack((k, v))
     for step in range(ring.blocks):
         following = ring.pass_on(held) if step < ring.blocks - 1 else None
@@ -89,9 +93,9 @@ class _Ring:
     """Where this member stands: neighbour `place` of `neighbours` (A), in block `block` of `blocks` (R)."""
 
     def __init__(self, share: Share, neighbours: int) -> None:
-        self.group, self.neighbours, self.blocks = share.group, neighbours, share.group.size // neighbours
+        self.share, self.group, self.neighbours, self.blocks = share, share.group, neighbours, share.group.size // neighbours
         self.block, self.place = divmod(share.group.index, neighbours)
-        self.borders, self.lengths, self.cu_seqlens = tuple(neighbours * border for border in share.borders), share.lengths, share.cu_seqlens
+        self.borders, self.lengths = tuple(neighbours * border for border in share.borders), share.lengths
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
         """What this block's queries see of the keys that are here in this step."""
@@ -111,7 +115,7 @@ class _Ring:
         shares = zip(*(x.chunk(self.neighbours, 1) for x in tensors), strict=True)
         by_member = self._swap([torch.cat(share, 1) for share in shares])
         rows = torch.empty_like(by_member).flatten(0, 1)
-        rows[self._order(rows)] = by_member.flatten(0, 1)
+        rows[self.share.order(self.neighbours)] = by_member.flatten(0, 1)
         return torch.split(rows, [x.shape[1] // self.neighbours for x in tensors], 1)
 
     def to_heads(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -119,11 +123,8 @@ class _Ring:
         if self.neighbours == 1:
             return tuple(tensors)
         rows = torch.cat(tensors, 1)
-        by_member = self._swap(list(rows[self._order(rows)].chunk(self.neighbours))).transpose(0, 1)  # [t, A, heads / A, d]
+        by_member = self._swap(list(rows[self.share.order(self.neighbours)].chunk(self.neighbours))).transpose(0, 1)  # [t, A, heads / A, d]
         return tuple(x.flatten(1, 2).contiguous() for x in torch.split(by_member, [x.shape[1] for x in tensors], 2))
-
-    def _order(self, rows: Tensor) -> Tensor:
-        return joined_rows(self.cu_seqlens, rows.shape[0] // self.neighbours, self.neighbours).flatten()
 
     def _swap(self, parts: list[Tensor]) -> Tensor:
         """Parts of equal shape, the i-th for neighbour i -> what the neighbours have for this member, [A, ..]."""

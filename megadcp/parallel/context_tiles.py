@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megadcp.mesh.coords import zigzag_real
-from megadcp.parallel.block_attention import Tile, join
+from megadcp.parallel.tile import Tile, join
 
 Borders = tuple[int, ...]
 RECENT = 64  # layers of a microbatch ask for the same tiles again

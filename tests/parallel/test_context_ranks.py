@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megadcp.config.schema import ModelConfig
 from megadcp.data.batch import Pack, split_for_lanes
-from megadcp.engine.transfer import to_device
 from megadcp.engine.placement import Placement
+from megadcp.engine.transfer import to_device
 from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import Group, GroupPool
 from megadcp.nn.backend import IGNORE, PackedTokens

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megadcp.mesh.coords import zigzag_real
-from megadcp.parallel.block_attention import Tile
 from megadcp.parallel.context import head_split, neighbours
 from megadcp.parallel.context_tiles import gather_tiles, joined_rows, pairs, ring_tiles
+from megadcp.parallel.tile import Tile
 from megadcp.plan.cost import CostModel
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=6)
