@@ -16,15 +16,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megadcp.config.check import UserError
+
 # What this project's calls were checked against. 2.18 is the first with gathered keys of packed documents, 2.20 with a2a+p2p.
 OLDEST, NEWEST = (2, 20, 0), (2, 20, 2)
 INSTALL = 'pip install --no-build-isolation "transformer-engine[pytorch]==2.20.2"'
+TO_INSTALL = f"install it by {INSTALL}"
 PACKAGE = "transformer_engine"
 FAILURES = (ImportError, OSError, RuntimeError, AssertionError)  # libraries that can't be loaded, versions that don't fit
 
 
 class TeUnavailable(RuntimeError):
-    """Transformer Engine can't run here; the message is the reason, in one line."""
+    """Transformer Engine can't run here; the message is the reason, in one line. way: what would help, besides another backend."""
+
+    def __init__(self, reason: str, way: str = "") -> None:
+        super().__init__(reason)
+        self.way = way
+
+    @property
+    def refusal(self) -> str:
+        """For somebody who has asked for it."""
+        return f"precision.backend=te can't run here: {self}; {f'{self.way}, or ' if self.way else ''}set precision.backend=torch"
 
 
 @dataclass(frozen=True)
@@ -43,14 +55,15 @@ def load() -> Te:
     """
     reason = installed_problem()
     if reason:
-        raise TeUnavailable(reason)
+        raise TeUnavailable(reason, TO_INSTALL)
     # A ring of more than two ranks would otherwise get a hidden two-rank communicator for each pair of neighbours of each group size.
     os.environ.setdefault("NVTE_BATCH_MHA_P2P_COMM", "1")
     try:
         return Te(importlib.import_module(f"{PACKAGE}.pytorch"), importlib.import_module(f"{PACKAGE}.common.recipe"))
     except FAILURES as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TeUnavailable(f"Transformer Engine {installed_version()} is installed but can't be loaded ({type(error).__name__}: {first})") from None
+        known = f"Transformer Engine {installed_version()} is installed but can't be loaded ({type(error).__name__}: {first})"
+        raise TeUnavailable(known, TO_INSTALL) from None
 
 
 def installed_version() -> str:
@@ -84,3 +97,14 @@ def _has_extension() -> bool:
         return False
     inside = Path(spec.origin).parent
     return any(place.is_dir() and any(place.glob("transformer_engine_torch*.so")) for place in (inside.parent, inside, inside / "wheel_lib"))
+
+
+def refuse(backend: str, device: str) -> None:
+    """UserError if a run asks for Transformer Engine where it can't work, as far as can be said without torch: before ranks are started."""
+    if backend != "te":
+        return
+    if device == "cpu":
+        raise UserError(TeUnavailable("Transformer Engine needs a GPU and cluster.device=cpu", "set cluster.device=cuda").refusal)
+    reason = installed_problem()
+    if reason:
+        raise UserError(TeUnavailable(reason, TO_INSTALL).refusal)

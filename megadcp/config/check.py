@@ -1,7 +1,6 @@
 """Checks of a whole config: what one field's type can't say. Standard library only.
 
-Every message names the keys, their values and what would be legal. `check` refuses contradictions, whatever will run the config;
-`check_runnable` refuses what this version can plan and print, but not train yet.
+Every message names the keys, their values and what would be legal.
 """
 
 from __future__ import annotations
@@ -25,29 +24,11 @@ def check(config: Config) -> None:
         UserError: the first contradiction found.
     """
     parts = (
-        _choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision, _health, _allowed,
+        _choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision, _checkpoint, _health, _allowed,
         _environment,
     )  # fmt: skip
     for part in parts:
         part(config)
-
-
-def check_runnable(config: Config) -> None:
-    """Refuse, in one message, a sound config that this version can't train.
-
-    Raises:
-        UserError: lists every reason and what to change.
-    """
-    reasons, ways = [], []
-    if config.precision.format.startswith("fp8"):
-        reasons.append(f"precision.format={config.precision.format}")
-        ways.append("precision=bf16")
-    if reasons:
-        raise UserError(
-            f"this version trains in fp32 or bf16, but the config asks for {', '.join(reasons)}; "
-            f"it can be composed and printed (--cfg job); hardware must be the machine's own (hardware=cpu without a GPU); "
-            f"to train here set {' '.join(ways)}"
-        )
 
 
 def nearest(name: str, legal: Iterable[str]) -> str:
@@ -317,6 +298,13 @@ def _health(config: Config) -> None:
         )
 
 
+def _checkpoint(config: Config) -> None:
+    every, keep = config.checkpoint.every, config.checkpoint.keep_every
+    if keep and (not every or keep % every):
+        legal = f"a multiple of {every}" if every else "a multiple of checkpoint.every, which is 0 (saves at the end only)"
+        raise UserError(f"checkpoint.keep_every={keep} names steps that are not saved; legal here: {legal}, or 0 for none")
+
+
 def _allowed(config: Config) -> None:
     """checkpoint.allow_change names settings, items of lists (data.train[0].weight) or groups (data.train, optim)."""
     names = [name for name, _ in settings()]
@@ -327,8 +315,25 @@ def _allowed(config: Config) -> None:
 
 
 def _precision(config: Config) -> None:
-    if not config.precision.format.startswith("fp8"):
+    precision, layers = config.precision, config.model.layers
+    if precision.backend == "te":
+        if precision.format == "fp32":
+            raise UserError(
+                "precision.backend=te has no precision.format=fp32; legal with it: bf16, fp8_current, fp8_block, or precision.backend=torch"
+            )
+        if config.cluster.device == "cpu":
+            raise UserError("precision.backend=te needs a GPU, but cluster.device=cpu; set cluster.device=cuda, or precision.backend=torch")
+        if config.model.head_dim % 8:
+            raise UserError(f"model.head_dim={config.model.head_dim} has no attention kernel with precision.backend=te; legal here: multiples of 8")
+    if not precision.format.startswith("fp8"):
+        if precision.bf16_ends:
+            raise UserError(f"precision.bf16_ends={precision.bf16_ends} has no effect with precision.format={precision.format}; set 0")
         return
+    if 2 * precision.bf16_ends >= layers:
+        raise UserError(
+            f"precision.bf16_ends={precision.bf16_ends} at either end leaves none of model.layers={layers} in fp8; "
+            f"legal here: 0 to {(layers - 1) // 2}"
+        )
     unit = 128 if config.precision.format == "fp8_block" else 16
     model, tp = config.model, config.parallel.tp
     kv_heads = max(1, model.kv_heads // tp)

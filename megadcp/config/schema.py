@@ -159,7 +159,8 @@ class PrecisionConfig:
     """Number formats and the backend that runs them."""
 
     format: str = setting("fp32", "name", "format of the linear layers' operands", ("fp32", "bf16", "fp8_current", "fp8_block"))
-    backend: str = setting("auto", "name", "kernels: auto takes Transformer Engine where it works", ("auto", "torch"))
+    backend: str = setting("auto", "name", "kernels: auto takes Transformer Engine (te) on Hopper where it works", ("auto", "torch", "te"))
+    bf16_ends: int = setting(0, "layers", "fp8: so many first and so many last layers of the model stay in bf16")
 
 
 # ---------------------------------------------------------------------------------------------------------- optimisation
@@ -230,7 +231,9 @@ class HealthConfig:
     rollback_steps: int = setting(1, "steps", "least steps to roll back, to the newest checkpoint that is so old")
     rollback_documents: str = setting("skip", "name", "documents of the steps rolled back: left out, or trained on again", ("skip", "repeat"))
     max_rollbacks: int = setting(3, "times", "rollbacks of one run after which it ends")
-    step_timeout_s: float = setting(0.0, "s", "a step without end for so long ends the run, with all stacks; 0: 10 x the longest so far, at least 120 s")
+    step_timeout_s: float = setting(
+        0.0, "s", "a step without end for so long ends the run, with all stacks; 0: 10 x the longest so far, at least 120 s"
+    )
     other_timeout_s: float = setting(3600.0, "s", "the same for starting, the first step, validating, saving and finishing")
     oom_restarts: int = setting(5, "times", "restarts after a rank ran out of memory, each with less memory for the plans; then the run ends")
     oom_factor: float = setting(0.9, "1", "what hardware.usable_fraction is multiplied by at each such restart")

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megadcp.config.check import UserError, check, check_runnable
+from megadcp.backends import te_probe
+from megadcp.config.check import UserError, check
 from megadcp.config.run_file import differences, dump_run, load_run
 from megadcp.config.schema import Config
 from megadcp.plan.planner import planner_for
@@ -35,10 +36,10 @@ def start(config: Config) -> int:
     As one of the ranks that torchrun or srun started, take part in it; alone, start as many ranks on this machine as the config asks for.
 
     Raises:
-        UserError: this version can't train it, the run folder holds another run, or the ranks are not those that the config asks for.
+        UserError: this machine can't train it, the run folder holds another run, or the ranks are not those that the config asks for.
     """
     check(config)
-    check_runnable(config)
+    te_probe.refuse(config.precision.backend, config.cluster.device)
     planner_for(config)  # what can't be planned is refused here, not by every rank
     folder = Path(config.run.folder) / config.run.name
     if launch.place().by:

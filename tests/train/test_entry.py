@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megadcp.backends import te_probe
 from megadcp.config.check import UserError
 from megadcp.config.run_file import from_dict, load_run
 from megadcp.config.schema import Config
@@ -216,12 +217,13 @@ def test_a_damaged_run_yaml_is_named(trainer: Trainer) -> None:
     assert "runs/a/run.yaml: model.hiden is not a setting" in refused(config())
 
 
-def test_what_can_not_run_here_leaves_nothing(trainer: Trainer) -> None:
+def test_what_can_not_run_here_leaves_nothing(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = config()
     many = dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, nodes=2))
     assert "cluster.nodes=2 x cluster.processes=1 = 2 ranks are asked for; start them by srun or torchrun" in refused(many)
-    fp8 = dataclasses.replace(asked, precision=dataclasses.replace(asked.precision, format="fp8_current"))
-    assert "this version trains in fp32 or bf16" in refused(fp8)
+    te = dataclasses.replace(asked, precision=dataclasses.replace(asked.precision, format="bf16", backend="te"))
+    monkeypatch.setattr(te_probe, "installed_problem", lambda: "Transformer Engine is not installed")
+    assert "precision.backend=te can't run here: Transformer Engine is not installed; install it by pip" in refused(te)
     assert "attention_dropout" in refused(dataclasses.replace(asked, model=dataclasses.replace(asked.model, attention_dropout=0.1)))
     assert not Path("runs").exists()
 
