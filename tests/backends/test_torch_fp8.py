@@ -11,11 +11,13 @@ from nn_helpers import distance, documents, gradients, pack, place
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megadcp.backends import torch_fp8
-from megadcp.backends.torch_fp8 import BLOCK, E4M3, E5M2, LARGEST, CurrentScaling
+from megadcp.backends.torch_backend import TorchBackend
+from megadcp.backends.torch_fp8 import BLOCK, E4M3, E5M2, LARGEST, BlockScaling, CurrentScaling
 from megadcp.backends.torch_sharded import torch_backend
 from megadcp.config.schema import ModelConfig
 from megadcp.nn import compiled
 from megadcp.nn.gpt import GPT
+from megadcp.parallel.product import PLAIN
 
 BF16 = torch.bfloat16
 FORMS = (E4M3, E5M2)
@@ -159,10 +161,14 @@ def test_weight_gradients_reach_fp32_sums_unrounded(fp8):
     assert distance(made.weight.main_grad.double() - 1, expected) < 1e-5
 
 
-def test_a_rounder_scale_is_an_option():
-    q, inverse = CurrentScaling(power_of_two=True).quantise(values(16, 16, scale=3.0), E4M3)
-    assert inverse.log2() == inverse.log2().round()
-    assert q.float().abs().max() <= 448
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_scales_are_powers_of_two_unless_told_otherwise(power_of_two):
+    x = values(16, 16, scale=3.0)
+    q, inverse = CurrentScaling(power_of_two).quantise(x, E4M3)
+    assert (inverse.log2() == inverse.log2().round()) == power_of_two
+    assert 224 < q.float().abs().max() <= 448
+    assert distance(q.float() * inverse, x.float()) < 2.0**-4
+    assert torch.equal(CurrentScaling().quantise(x, E4M3)[1], inverse) == power_of_two
 
 
 @pytest.mark.parametrize("fp8", FP8)
@@ -233,26 +239,28 @@ def test_recompute_changes_no_bit(fp8, config):
             assert all(torch.equal(got[name], grad) for name, grad in expected.items()), (level, layers)
 
 
-@pytest.mark.parametrize("fp8", FP8)
-def test_another_packing_changes_gradients_no_more_than_fp8_does(fp8):
-    """The same documents in one microbatch and in three, another order: scales differ, so fp8 rounding does."""
+PRODUCTS = {"current": CurrentScaling(), "current, any scales": CurrentScaling(power_of_two=False), "block": BlockScaling()}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_another_packing_changes_gradients_no_more_than_fp8_does(kind):
+    """The same documents in one microbatch and in three, another order: scales differ, so fp8 rounding does; little with powers of two."""
     chosen = documents([96, 17, 50, 128, 33, 76], CONFIG.vocab)
     plans = {"one": [(0, 1, 2, 3, 4, 5)], "three": [(3, 1), (4, 0), (2, 5)]}
-    weights, found = build("fp8_current").state_dict(), {}
-    for kind in ("", fp8):
-        made = build(kind)
-        made.load_state_dict(weights)
-        wide = {name: torch.zeros(p.shape) for name, p in made.named_parameters()}
+    found = {}
+    for product in (PLAIN, PRODUCTS[kind]):
+        made = GPT(CONFIG, TorchBackend(BF16, "cpu", product), 3, 64)
         for plan, packs in plans.items():
-            total = {name: torch.zeros_like(value) for name, value in wide.items()}
-            for chosen_ids in packs:
-                _, got = gradients(made, pack([chosen[index] for index in chosen_ids], ids=chosen_ids))
+            total = {name: torch.zeros(parameter.shape) for name, parameter in made.named_parameters()}
+            for ids in packs:
+                _, got = gradients(made, pack([chosen[index] for index in ids], ids=ids))
                 total = {name: value + got[name].float() for name, value in total.items()}
-            found[kind, plan] = total
-    between = {plan: _relative(found[fp8, plan], found["", plan]) for plan in plans}
-    across = _relative(found[fp8, "three"], found[fp8, "one"])
-    print(f"{fp8}: packings differ by {across:.4f}, fp8 from bf16 by {between['one']:.4f} and {between['three']:.4f}")
+            found[product is PLAIN, plan] = total
+    between = {plan: _relative(found[False, plan], found[True, plan]) for plan in plans}
+    across = _relative(found[False, "three"], found[False, "one"])
+    print(f"{kind}: packings differ by {across:.4f}, fp8 from bf16 by {between['one']:.4f} and {between['three']:.4f}")
     assert 0 < across <= min(between.values())
+    assert (across < 0.25 * min(between.values())) == ("any" not in kind)
 
 
 def test_only_linears_in_layers_are_fp8_and_ends_may_be_bf16():
