@@ -14,7 +14,7 @@ EXTRAS = {
     "tensorboard": ["tensorboard>=2.17"],
     "hf": ["tokenizers>=0.20", "transformers>=5.0"],
     "data": ["pyarrow>=15", "zstandard>=0.22"],
-    "te": ["transformer-engine[pytorch]>=2.11,<=2.20.2"],
+    "te": ["transformer-engine[pytorch]==2.20.2"],
     "cluster": ["submitit>=1.5.2", "hydra-submitit-launcher==1.2.0"],
     "docs": ["mkdocs-material>=9.5"],
     "peers": ["megatron-core==0.16.1; python_version < '3.12'"],
