@@ -51,6 +51,15 @@ def choose(precision: PrecisionConfig, device: torch.device | str) -> Choice:
     return Choice(f"Transformer Engine {installed_version()}, {how}", te)
 
 
+def require_alike(choice: Choice, rank: int, first: tuple[str, str]) -> None:
+    """UserError on a rank whose backend is not rank 0's, of which `first` are name and why: their results, and their groups, would differ."""
+    if choice.name != first[0]:
+        raise UserError(
+            f"rank {rank} would run on backend {choice.name} ({choice.why}), but rank 0 on {first[0]} ({first[1]}); "
+            "set precision.backend=torch, or make the nodes alike"
+        )
+
+
 def _usable(precision: PrecisionConfig, device: torch.device) -> Te:
     """Transformer Engine, loaded. TeUnavailable: the first reason why not."""
     if precision.format not in ("bf16", *RECIPES):

@@ -66,11 +66,19 @@ def _get(config: Config, key: str) -> object:
     return value
 
 
+NOT_HAD = {  # what others have and somebody may ask for
+    "precision.format=fp8_delayed": "delayed scaling exchanges its history after every microbatch, of which ranks run different numbers, and its "
+    "results depend on what is recomputed",
+    "precision.format=mxfp8": "no GPU before Blackwell multiplies it",
+}
+
+
 def _choices(config: Config) -> None:
     for key, field in settings():
         legal, value = field.metadata.get("choices"), _get(config, key)
         if legal and value not in legal:
-            raise UserError(f"{key}={value} does not exist; {nearest(str(value), legal)}")
+            because = NOT_HAD.get(f"{key}={value}")
+            raise UserError(f"{key}={value} {f'is not had: {because}' if because else 'does not exist'}; {nearest(str(value), legal)}")
 
 
 def _ranges(config: Config) -> None:

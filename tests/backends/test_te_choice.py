@@ -15,7 +15,7 @@ import torch
 
 from megadcp.backends import choose as choose_module
 from megadcp.backends import te_probe
-from megadcp.backends.choose import Choice, choose, group_splits, make_backend
+from megadcp.backends.choose import Choice, choose, group_splits, make_backend, require_alike
 from megadcp.backends.te_backend import TeBackend
 from megadcp.backends.te_probe import INSTALL, TeUnavailable, installed_problem, load, refuse
 from megadcp.config.check import UserError
@@ -242,6 +242,13 @@ def test_groups_that_kind_2d_needs(lanes, tp, kv_heads, max_cp, splits):
     config, mesh = config_of(lanes, tp, kv_heads, max_cp), Mesh(lanes, tp)
     assert group_splits(config, mesh, Choice("", te_fake.make(te_fake.Recorder()))) == splits
     assert group_splits(config, mesh, Choice("")) == {}
+
+
+def test_ranks_that_would_run_on_different_backends():
+    choice = Choice("Transformer Engine is not installed")
+    require_alike(choice, 3, ("torch", "another reason"))
+    with pytest.raises(UserError, match=r"rank 3 .* torch \(Transformer Engine is not installed\), but rank 0 on te \(the fastest\); set precision"):
+        require_alike(choice, 3, ("te", "the fastest"))
 
 
 def test_one_rank_is_not_sharded():

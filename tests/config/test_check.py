@@ -106,6 +106,7 @@ QUICKSTART_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
         {"precision__backend": "te", "precision__format": "bf16", "cluster__device": "cuda", "model__head_dim": 20},
         ["model.head_dim=20", "multiples of 8"],
     ),
+    ({"precision__format": "fp8_delayed"}, ["precision.format=fp8_delayed is not had", "different numbers", "fp8_current, fp8_block"]),
     ({"precision__backend": "tr"}, ["precision.backend=tr does not exist", "auto, torch, te"]),
     ({"precision__bf16_ends": 1}, ["precision.bf16_ends=1 has no effect with precision.format=fp32"]),
     ({"precision__bf16_ends": 2, "precision__format": "fp8_current"}, ["precision.bf16_ends=2", "model.layers=4", "legal here: 0 to 1"]),
