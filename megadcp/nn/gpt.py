@@ -28,10 +28,11 @@ class GPT(nn.Module):
     embedding.weight on the last of several stages), each with weight and, where asked for, bias.
     """
 
-    def __init__(self, config: ModelConfig, backend: Backend, seed: int, loss_chunk: int, part: Part | None = None):
+    def __init__(self, config: ModelConfig, backend: Backend, seed: int | None, loss_chunk: int, part: Part | None = None):
+        """seed: of initial weights and dropout; None leaves the weights unset, for whoever fills them."""
         super().__init__()
         refuse(config)
-        self.config, self.seed, self.part = config, seed, part or whole(config.layers)
+        self.config, self.seed, self.part = config, seed or 0, part or whole(config.layers)
         first, last = self.part.first, self.part.last
         self.embedding = backend.embedding(config.vocab, config.hidden) if first else None
         self.positions = backend.embedding(config.max_position, config.hidden, "positions") if first and config.position == "learned" else None
@@ -40,7 +41,8 @@ class GPT(nn.Module):
         self.head = backend.embedding(config.vocab, config.hidden) if last and not (config.tied and first) else None
         self.loss = backend.loss(loss_chunk)
         self._stream, self._logits, self._precision = backend.stream, backend.logits, backend.precision
-        initialise(self, config, seed)
+        if seed is not None:  # it is done on the CPU, whatever the device
+            initialise(self, config, seed)
 
     @property
     def head_weight(self) -> Tensor:
