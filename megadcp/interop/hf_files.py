@@ -110,11 +110,15 @@ def write_tensors(folder: Path, tensors: LazyTensors, max_shard_bytes: int, stem
     shards = cut(tensors.metas, max_shard_bytes)
     names = [f"{stem}.safetensors" if len(shards) == 1 else f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     for name, keys in zip(names, shards, strict=True):
+        path = folder / name
+        path.touch()
+        mode = path.stat().st_mode
         try:
-            save_file({key: tensors[key].contiguous() for key in keys}, folder / name, metadata={"format": "pt"})
+            save_file({key: tensors[key].contiguous() for key in keys}, path, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk among others
-            raise OSError(f"{folder / name} can't be written: {error}") from error
-        with open(folder / name, "rb+") as file:
+            raise OSError(f"{path} can't be written: {error}") from error
+        os.chmod(path, mode)  # safetensors makes files that nobody else may read
+        with open(path, "rb+") as file:
             os.fsync(file.fileno())
     if len(shards) > 1:
         placed = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}

@@ -54,6 +54,7 @@ def verify(folder: Path, model: ModelConfig, tensors: LazyTensors, tokenizer: To
 
 def their_logits(transformers: Any, folder: Path, ids: Tensor) -> Tensor:
     """[t, V] fp32 of transformers; UserError when it misses tensors or finds others."""
+    transformers.utils.logging.disable_progress_bar()
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False, output_loading_info=True
     )

@@ -22,6 +22,7 @@ from megadcp.config.run_file import differences, dump_run, load_run
 from megadcp.config.schema import Config
 from megadcp.plan.planner import planner_for
 from megadcp.train import launch
+from megadcp.train.exchange import check_exchange
 
 FREE = (
     "log.", "checkpoint.", "cluster.", "parallel.", "hardware.", "plan.", "data.cache", "data.prepare.",
@@ -41,6 +42,7 @@ def start(config: Config) -> int:
     check(config)
     te_probe.refuse(config.precision.backend, config.cluster.device)
     planner_for(config)  # what can't be planned is refused here, not by every rank
+    check_exchange(config)
     folder = Path(config.run.folder) / config.run.name
     if launch.place().by:
         return _as_rank(config, folder)
