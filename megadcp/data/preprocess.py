@@ -67,6 +67,11 @@ def preprocess(job: Preprocess, say: Say = print) -> list[Manifest]:
     return run.go()
 
 
+def check_request(job: Preprocess) -> list[Manifest]:
+    """Check a job and touch nothing: its manifests if it was done already, else none. UserError, InputError as preprocess()."""
+    return _Run(job, lambda line: None).already_done()
+
+
 @dataclass
 class _Tally:
     """What is known of the parts strung together so far."""

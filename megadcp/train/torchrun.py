@@ -4,7 +4,8 @@ All options are torchrun's, and so are the ranks that it starts. Three things di
 
 - A signal to stop is no end. SIGUSR1 and SIGTERM end plain torchrun, and 30 seconds later all that still saves. Here the ranks are told of
   them, once, and are waited for: batch systems signal the first process of a node, or all of them, by configuration.
-- The exit code is that of the ranks: 75 when they stopped in order, which plain torchrun reports as 1.
+- The exit code is that of the ranks: 75 when they stopped in order, which plain torchrun reports as 1. The first node says it, after the
+  others have left with 0: srun --kill-on-bad-exit takes any other code for a reason to end them.
 - The number of the node comes from SLURM_NODEID where --node-rank is not given.
 """
 
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +24,7 @@ from megadcp.train.job import NODE_FOLDER, ask_to_stop, was_stopped
 from megadcp.train.signals import STOPPED
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGTERM)
+LAST_SECONDS = 3.0  # in which the other nodes leave
 FORWARDED_BY_TORCH = "SIGINT,SIGHUP,SIGQUIT"  # what torchrun's own handlers get
 
 
@@ -34,6 +37,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="megadcp-node-") as name:
         folder = Path(name)
         os.environ[NODE_FOLDER] = name
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")  # torchrun complains without one
 
         def stop(number: int, frame: FrameType | None) -> None:
             ask_to_stop(folder, number)
@@ -45,7 +49,12 @@ def main(arguments: list[str]) -> int:
             torchrun.main([*_node_rank(arguments), *arguments])
         except ChildFailedError as error:
             return _failed(error.failures)
-        return STOPPED if was_stopped(folder) else 0
+        if not was_stopped(folder):
+            return 0
+        node, nodes = os.environ.get("SLURM_NODEID", "0"), os.environ.get("SLURM_STEP_NUM_NODES", "1")
+        if node == "0" and nodes != "1":
+            time.sleep(LAST_SECONDS)
+        return STOPPED if node == "0" else 0
 
 
 def _node_rank(arguments: list[str]) -> list[str]:
@@ -70,4 +79,7 @@ def _name(number: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # no last moment in which Python has put the signal handlers away, and a signal could change the code
