@@ -2,7 +2,7 @@
 # What a container runs: settings (or nothing) train, anything else is a command. The base image's own entry, which matches the driver's
 # libraries, comes first where there is one.
 #
-#   IMAGE experiment=gpt_1b_h200 run.name=first      IMAGE python /opt/megadcp/tools/gpu_check.py      IMAGE bash
+#   IMAGE experiment=gpt_1b run.name=first      IMAGE python /opt/megadcp/tools/gpu_check.py      IMAGE bash
 set -euo pipefail
 
 if [ $# -eq 0 ] || [[ "$1" == *=* ]] || [[ "$1" == -* ]]; then

@@ -57,16 +57,23 @@ def facts(device: torch.device) -> Event:
         "torch": torch.__version__,
         "cuda_version": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": _nccl() if cuda else None,
         "te": _version("transformer-engine"),
         "apex": {name: importlib.util.find_spec(name) is not None for name in ("amp_C", "fused_weight_gradient_mlp_cuda")},
         "megadcp": megadcp.__version__,
     }
 
 
+def _nccl() -> str | None:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):  # a torch without it
+        return None
+
+
 def _version(name: str) -> str:
     try:
-        return f"{name} {importlib.metadata.version(name)}"
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

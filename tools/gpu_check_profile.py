@@ -130,7 +130,7 @@ def write_hardware(path: Path, report: dict[str, Any]) -> list[str]:
     config = replace(_config(data, "bf16"), hardware=hardware)
     check(replace(config, data=replace(config.data, train=(SourceConfig(prefix="any"),))))  # the settings ask for a corpus
     machine = report.get("device") or {}
-    where = f"{machine.get('name', '?')}, torch {machine.get('torch', '?')}, {machine.get('te', 'no Transformer Engine')}"
+    where = f"{machine.get('name', '?')}, torch {machine.get('torch', '?')}, Transformer Engine {machine.get('te', 'not installed')}"
     note = [] if machine.get("cuda") else ["A CPU was measured: this is no profile of a GPU."]
     write_whole(path, profile_text(hardware, [f"{where}.", *note, *profile.lines], profile.comments, MARK))
     return profile.lines

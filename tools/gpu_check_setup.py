@@ -5,6 +5,7 @@ Legend: t tokens of a microbatch, n documents in it, h hidden.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import math
@@ -34,6 +35,7 @@ from megadcp.plan.step_plan import Recompute
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 HOPPER = ("H100", "H200", "GH200")  # whose peak is that of configs/hardware/h200.yaml
+KEEPS = 0.05  # of the device's memory may still be allocated after a row
 LEVELS = ("none", "selective", "mlp", "full")
 Row = dict[str, Any]
 
@@ -310,6 +312,8 @@ class Rows:
         row = {name: _finite(value) for name, value in row.items()}
         self.rows.append(row)
         if self.setup.cuda:
+            if torch.cuda.memory_allocated(self.setup.device) > KEEPS * self.setup.hardware.memory_bytes:
+                gc.collect()  # models hold themselves, by their hooks
             torch.cuda.empty_cache()
         return row if "status" not in row else None
 

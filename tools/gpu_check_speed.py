@@ -21,6 +21,7 @@ from megadcp.plan.basis import basis_from
 from megadcp.plan.memory import MemoryModel
 
 BARE = ("bf16", "fp8")
+MOST_TOKENS = 128 * 1024  # tokens x layers of one measurement, so that long documents leave time for the others
 ACTIVATION_SHARE = 0.45  # of the device's memory, for what the measured layers keep: buffers of the backward need about as much
 
 
@@ -45,7 +46,7 @@ def gemm(setup: Setup, end: float) -> dict[str, Any]:
                 key = {"what": "product", "backend": "torch", "model": name, "matrix": matrix, "tokens": tokens}
                 for format in BARE:
                     rows.add({**key, "format": format}, lambda f=format, s=(tokens, inner, out): _bare(setup, f, s))  # type: ignore[misc]
-    for tokens in setup.sizes.tokens[:: max(1, len(setup.sizes.tokens) // 3)]:
+    for tokens in setup.sizes.tokens[1::2] or setup.sizes.tokens:
         for name, model in setup.sizes.models.items():
             for case in CASES:
                 key = {"what": "linears", "backend": case.backend, "model": name, "matrix": "all four", "tokens": tokens, "format": case.format}
@@ -145,7 +146,7 @@ def layers(setup: Setup, end: float) -> dict[str, Any]:
 def _layers(setup: Setup, case: Case, config: ModelConfig, lengths: tuple[int, ...]) -> Row:
     tokens = sum(lengths)
     each = MemoryModel(basis_from(setup.config(config, "bf16", tokens, tokens))).token_bytes["none"] * tokens
-    count = max(1, min(4, int(ACTIVATION_SHARE * setup.hardware.memory_bytes / each)))
+    count = max(1, min(4, MOST_TOKENS // tokens, int(ACTIVATION_SHARE * setup.hardware.memory_bytes / each)))
     model, batch = setup.layers(case, config, count), setup.batch(lengths, case.format, config.vocab)
     x = torch.randn(int(batch.tokens.shape[0]), config.hidden, dtype=torch.bfloat16, device=setup.device, requires_grad=True)
     slope = torch.ones_like(x)

@@ -357,7 +357,7 @@ def known():
         "cuda_version": "13.0",
         "torch": "2.11.0",
         "python": "3.12.3",
-        "te": "x 2.20.2",
+        "te": "2.20.2",
     }
     return truth, {"version": 1, "tool": "gpu_check", "quick": False, "seconds": 1.0, "device": device, "sections": {"fit": section}, "targets": []}
 
