@@ -1,22 +1,23 @@
-"""Whole tensors out of what the ranks of any layout hold, and back: checkpoints know whole parameters only.
+"""Whole tensors out of what the ranks of any layout hold, on rank 0: for proofs that layouts agree. Checkpoints gather nothing (boxes.py).
 
 Names are those of the model in one piece: padding rows are left out, and of a tied table that lives on two stages there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megadcp.mesh.groups import Group, GroupPool
-from megadcp.nn.shard import Shard, put, shard_of, take, whole_shape
+from megadcp.nn.shard import Shard, put, shard_of, whole_shape
+from megadcp.parallel.boxes import weight_pieces as weight_pieces
 from megadcp.parallel.collectives import exchange
-from megadcp.parallel.gradients import FIRST_TABLE, LAST_TABLE
-from megadcp.parallel.replicas import Piece, pieces_of
+from megadcp.parallel.gradients import LAST_TABLE
+from megadcp.parallel.replicas import Piece
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,6 @@ class _Told:
         return None if self.shard is None else self.shard.pieces, self.start, self.stop
 
 
-def weight_pieces(model: nn.Module) -> list[Piece]:
-    """The parameters themselves, frozen ones too."""
-    named = list(model.named_parameters())
-    return pieces_of(named, [parameter.detach() for _, parameter in named])
-
-
 def whole_tensors(pieces: Sequence[Piece], pool: GroupPool | None, tied: bool = False, prefix: str = "") -> dict[str, Tensor]:
     """Prefix + name -> whole tensor, on the CPU of rank 0; nothing on the other ranks. Without a pool the live tensors of this rank.
 
@@ -61,21 +56,6 @@ def whole_tensors(pieces: Sequence[Piece], pool: GroupPool | None, tied: bool = 
                 put(whole, shard, local)
             found[prefix + name] = whole
     return found
-
-
-def whole_shapes(pieces: Sequence[Piece], pool: GroupPool | None, tied: bool = False, prefix: str = "") -> dict[str, Tensor]:
-    """Prefix + name -> meta tensor of the whole's shape and dtype, of all stages and on every rank. All ranks call it."""
-    told = _agree(pieces, Group.single() if pool is None else pool.world, tied)
-    return {prefix + name: torch.empty(each[0].whole, dtype=each[0].dtype, device="meta") for name, each in told.items()}
-
-
-@torch.no_grad()
-def fill(pieces: Iterable[Piece], whole: Mapping[str, Tensor], tied: bool = False, prefix: str = "") -> None:
-    """Copy the rank's elements out of whole tensors (named prefix + name) into its pieces. No rank waits for another."""
-    for piece in pieces:
-        name = FIRST_TABLE if tied and piece.name == LAST_TABLE else piece.name
-        local = take(whole[prefix + name], shard_of(piece.parameter)).reshape(-1)
-        piece.values.copy_(local[piece.start : piece.stop])
 
 
 def _agree(pieces: Sequence[Piece], world: Group, tied: bool) -> dict[str, list[_Told]]:

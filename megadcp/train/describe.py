@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megadcp.backends.choose import choose
 from megadcp.config.schema import Config
 from megadcp.data.step_documents import DocumentSource, ValidationSet
 from megadcp.data.tokenizer import Tokenizer
@@ -37,9 +38,11 @@ def describe(
         describe_schedule(config.optim, config.run.steps, config.run.steps * config.data.tokens_per_step),
         _optimizer(config),
         _device(config, device),
+        _backend(config, device),
         *_memory(config, device),
         _mfu(config, device),
         _checkpoints(config),
+        _health(config),
     ]
 
 
@@ -101,6 +104,12 @@ def _device(config: Config, device: torch.device) -> str:
     return f"device: {where}; precision {config.precision.format} ({weights}); torch {torch.__version__}"
 
 
+def _backend(config: Config, device: torch.device) -> str:
+    choice, precision = choose(config.precision, device), config.precision
+    ends = f"; the first and last {precision.bf16_ends} layers stay in bf16" if precision.bf16_ends else ""
+    return f"backend: {choice.name} ({choice.why}){ends}"
+
+
 def _memory(config: Config, device: torch.device) -> list[str]:
     """A warning where plans may fill more memory than there is."""
     if device.type == "cuda":
@@ -129,5 +138,17 @@ def _mfu(config: Config, device: torch.device) -> str:
 
 def _checkpoints(config: Config) -> str:
     every = f"every {config.checkpoint.every:,} steps and at the end" if config.checkpoint.every else "at the end"
-    kept = f"the last {config.checkpoint.keep_last} are kept" if config.checkpoint.keep_last else "all are kept"
-    return f"checkpoints: {every}; {kept}"
+    kept = f"the last {config.checkpoint.keep_last} are kept"
+    if config.checkpoint.keep_every:
+        kept += f", those of every {config.checkpoint.keep_every:,}th step for ever"
+    return f"checkpoints: {every}{', in the background' if config.checkpoint.async_save else ''}; {kept}"
+
+
+def _health(config: Config) -> str:
+    health = config.health
+    spike = f"a loss of {health.spike_factor:g} times the median of {health.spike_window} steps: {health.spike}"
+    limit = f"{health.step_timeout_s:g} s" if health.step_timeout_s else "10 times the longest so far, at least 120 s,"
+    return (
+        f"health: NaN or Inf: {health.nan}; {spike if health.spike != 'none' else 'loss spikes: none'}; a step without end for {limit} is a hang; "
+        f"up to {health.oom_restarts} restarts with less memory for plans after running out of it"
+    )

@@ -17,7 +17,7 @@ from megadcp.data.pictures import curve_svg, length_histogram_svg
 from megadcp.data.tokenizer import Tokenizer
 from megadcp.nn.flops import parameters
 from megadcp.nn.gpt import GPT
-from megadcp.train.checkpoint import Checkpoint
+from megadcp.train.checkpoint import Checkpoint, read_weights
 from megadcp.train.log import duration, short
 from megadcp.train.metrics import read_metrics
 from megadcp.train.run_folder import RunFolder, write_json, write_text
@@ -59,14 +59,15 @@ def document_lengths(config: Config) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def whole_model(state: TrainState, saved: Checkpoint | None) -> GPT | None:
+def whole_model(state: TrainState, newest: Callable[[], Checkpoint | None]) -> GPT | None:
     """The model in one piece: the state's own, or one read from the newest checkpoint where each rank has a share; None if it is too large."""
     if state.pool is None:
         return state.model
-    if saved is None or parameters(state.config.model) > WHOLE_PARAMETERS:
+    saved = newest() if parameters(state.config.model) <= WHOLE_PARAMETERS else None
+    if saved is None:
         return None
     model = build_model(state.config, torch.device("cpu"), next(state.model.parameters()).dtype)
-    load_weights(model, saved.tensors("model"))
+    load_weights(model, read_weights(saved))
     return model
 
 

@@ -16,7 +16,6 @@ from megadcp.config.check import UserError
 from megadcp.config.schema import OptimConfig
 from megadcp.nn.backend import Backend
 from megadcp.nn.gpt import decay_groups
-from megadcp.parallel.assemble import fill, whole_shapes, whole_tensors
 from megadcp.parallel.gradients import GradientBuffers
 from megadcp.parallel.replicas import Piece, pieces_of
 from megadcp.parallel.sharded_optimizer import ShardedParameters
@@ -26,7 +25,7 @@ Groups = list[dict[str, Any]]
 
 
 class Optimizer:
-    """AdamW of a model. State is named by parameter, never by position: master.NAME, exp_avg.NAME, exp_avg_sq.NAME.
+    """AdamW of a model. Its state belongs to parameters by name, never by position.
 
     With several lanes each updates its slice of every bucket and gathers the others' (parallel/sharded_optimizer.py).
     """
@@ -101,45 +100,34 @@ class Optimizer:
             self.sharded.wait()
 
     # ------------------------------------------------------------------------------------------------------------- state
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything to keep but `updates`: fp32 masters and both moments, by name.
+    def state(self) -> dict[str, list[Piece]]:
+        """Everything to keep but `updates`, as live tensors: what this rank holds of the fp32 masters and of both moments, by kind."""
+        return {"master": self._narrow()} | {moment: self._pieces([self._moment(one, moment) for one in self.masters]) for moment in MOMENTS}
 
-        On one rank the live tensors, not copies. With several ranks all of them call it: rank 0 gets whole tensors, the others nothing.
-        """
-        found: dict[str, Tensor] = {}
-        for kind, pieces in self._kinds().items():
-            found |= whole_tensors(pieces, self.gradients.pool, self.gradients.tied, kind)
-        return found
-
-    def shapes(self) -> dict[str, Tensor]:
-        """The names of `tensors`, on every rank, with meta tensors of their shapes and formats. All ranks call it."""
-        found: dict[str, Tensor] = {}
-        for kind, pieces in self._kinds().items():
-            found |= whole_shapes(pieces, self.gradients.pool, self.gradients.tied, kind)
-        return found
+    def weights(self) -> list[Piece]:
+        """The trained parameters, each element on one of the lanes only."""
+        if self.sharded is None:
+            return pieces_of(zip(self.gradients.names, self.gradients.parameters, strict=True), self.gradients.parameters)
+        buckets = self.sharded.buckets
+        return buckets.pieces(self.gradients.names, [buckets.slice(flat) for flat in self.sharded.flats])
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
-        """Take over what `tensors` gave, of the same model in any layout. Each rank reads what it needs of the whole tensors."""
+    def make_room(self, updates: int) -> None:
+        """Have moments, all zero, as after `updates` updates: what `state` gives may then be overwritten with those of a checkpoint."""
         if updates < 0:
             raise UserError(f"the checkpoint says {updates} optimizer updates; expected 0 or more")
-        fill(self._narrow(), tensors, self.gradients.tied, "master.")
         self.updates = updates
         if self.inner is None:
             return
-        moments = {moment: [torch.zeros_like(master, requires_grad=False) for master in self.masters] for moment in MOMENTS if updates}
-        for moment, values in moments.items():
-            fill(self._pieces(values), tensors, self.gradients.tied, f"{moment}.")
         places = {id(master): index for index, master in enumerate(p for group in self.inner.param_groups for p in group["params"])}
         state = {
-            places[id(master)]: {"step": torch.tensor(float(updates)), **{moment: values[index] for moment, values in moments.items()}}
-            for index, master in enumerate(self.masters if updates else ())
+            places[id(master)]: {
+                "step": torch.tensor(float(updates)),
+                **{moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS},
+            }
+            for master in (self.masters if updates else ())
         }
         self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
-
-    def _kinds(self) -> dict[str, list[Piece]]:
-        """Prefix -> what this rank holds of that kind of state."""
-        return {"master.": self._narrow()} | {f"{moment}.": self._pieces([self._moment(one, moment) for one in self.masters]) for moment in MOMENTS}
 
     def _moment(self, master: nn.Parameter, moment: str) -> Tensor:
         state: dict[str, Any] = self.inner.state.get(master, {}) if self.inner is not None else {}

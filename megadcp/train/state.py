@@ -18,27 +18,36 @@ from megadcp.config.run_file import to_dict
 from megadcp.config.schema import Config
 from megadcp.engine.refit import Refit
 from megadcp.engine.step import Engine
-from megadcp.mesh.groups import GroupPool
+from megadcp.engine.stragglers import LaneSpeeds
+from megadcp.mesh.groups import Group, GroupPool
 from megadcp.nn.gpt import GPT
 from megadcp.nn.part import parts_of
-from megadcp.parallel.assemble import fill, weight_pieces, whole_shapes, whole_tensors
+from megadcp.parallel.boxes import Box, boxes_of, boxes_once, weight_pieces
 from megadcp.parallel.gradients import GradientBuffers
 from megadcp.plan.basis import stage_layers_from
 from megadcp.train.checkpoint import Checkpoint, CheckpointError, require_match
+from megadcp.train.health import BadSteps
 from megadcp.train.optim import Optimizer
+from megadcp.train.resume import may_reorder, may_retokenize
+from megadcp.train.together import gather
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8_current": torch.bfloat16, "fp8_block": torch.bfloat16}
 
 
 @dataclass
 class Progress:
-    """Counters of a run. `skipped` counts steps that were not applied, `skipped_in_a_row` those since the last good one."""
+    """Counters of a run. `skipped` counts steps that were not applied, `skipped_in_a_row` those since the last good one.
+
+    place: step of the document order that comes next, which is `step` unless a rollback left some out or the step size has changed.
+    """
 
     step: int = 0
     tokens: int = 0
     documents: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    place: int = 0
+    rollbacks: int = 0
 
 
 @dataclass
@@ -58,20 +67,33 @@ class TrainState:
     tokenizer: str = ""
     pool: GroupPool | None = None
     refit: Refit | None = None
+    lanes: LaneSpeeds | None = None
+    bad_steps: BadSteps | None = None
 
     @property
     def engine(self) -> Engine:
         """What the engine needs of it."""
         return Engine(self.model, self.gradients, self.optimizer, self.device, self.config.optim.clip_norm, self.pool)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """What to save, by file and name. On one rank the live tensors; with several all of them call it, and rank 0 gets whole tensors."""
+    @property
+    def world(self) -> Group:
+        """All ranks of the run."""
+        return Group.single() if self.pool is None else self.pool.world
+
+    def boxes(self) -> list[Box]:
+        """What this rank writes into a checkpoint, as views of the live tensors: all ranks together have every element once."""
         self.optimizer.wait()
-        return {"model": whole_tensors(weight_pieces(self.model), self.pool, self._tied), "optimizer": self.optimizer.tensors()}
+        return boxes_to_save(self.model, self.optimizer, self.pool, self._tied)
 
     def shapes(self) -> dict[str, dict[str, Tensor]]:
-        """The names of `tensors` with meta tensors, on every rank. All ranks call it."""
-        return {"model": whole_shapes(weight_pieces(self.model), self.pool, self._tied), "optimizer": self.optimizer.shapes()}
+        """By part ("model", "optimizer") the names and meta tensors that a checkpoint of this run has, on every rank. All ranks call it."""
+        own = {box.name: (box.whole, box.values.dtype) for box in boxes_to_load(self.model, self.optimizer, self._tied)}
+        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+        for each in gather(own, self.world):
+            for name, (whole, dtype) in each.items():
+                part = "model" if name.startswith("model.") else "optimizer"
+                found[part][name.removeprefix("model.")] = torch.empty(whole, dtype=dtype, device="meta")
+        return found
 
     @property
     def _tied(self) -> bool:
@@ -85,34 +107,85 @@ class TrainState:
             "order": self.order,
             "tokenizer": self.tokenizer,
             "config": to_dict(self.config),
-            "random": random_states(self.device),
+            "layout": self._layout,
             "torch": torch.__version__,
             **({} if self.refit is None else {"refit": self.refit.to_dict()}),
+            **({} if self.lanes is None else {"lane_speeds": self.lanes.to_dict()}),
+            **({} if self.bad_steps is None else {"bad_steps": self.bad_steps.to_dict()}),
         }
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint. CheckpointError names what does not fit.
+    def own_meta(self) -> dict[str, Any]:
+        """What each rank keeps for itself, as JSON values."""
+        return {"random": random_states(self.device)}
 
-        Random states come back too, so call it when everything that may draw numbers has been made.
+    @property
+    def _layout(self) -> dict[str, int]:
+        parallel, lanes = self.config.parallel, 1 if self.pool is None else self.pool.mesh.lanes
+        return {"tp": parallel.tp, "pp": parallel.pp, "lanes": lanes, "virtual_stages": parallel.virtual_stages}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of any layout. All ranks call it; CheckpointError, the same on all, names what does not fit.
+
+        Random states come back too, so call it when everything that may draw numbers has been made: each rank's own in the layout that
+        saved them, otherwise those of rank 0 on all ranks.
         """
-        meta, found = checkpoint.meta, {name: checkpoint.tensors(name) for name in ("model", "optimizer")}
-        for key, here, what in (("order", self.order, "the data order"), ("tokenizer", self.tokenizer, "the tokenizer")):
-            if here and meta.get(key) and meta[key] != here:
+        meta = checkpoint.meta
+        config = self.config
+        for key, here, what, allowed in (
+            ("order", self.order, "the data order", may_reorder(config)),
+            ("tokenizer", self.tokenizer, "the tokenizer", may_retokenize(config)),
+        ):
+            if here and meta.get(key) and meta[key] != here and not allowed:
                 raise CheckpointError(
                     f"{checkpoint.path} was trained with other data: {what} has changed (fingerprint {str(meta[key])[:12]}, now {here[:12]}); "
-                    "put the data settings and files back, or start a new run with another run.name"
+                    "put the data settings and files back, start a new run with another run.name, or allow it by name: "
+                    f"checkpoint.allow_change=[{'data.train' if key == 'order' else 'data.tokenizer'}]"
                 )
         for name, tensors in self.shapes().items():
-            require_match(tensors, found[name], checkpoint.path / f"{name}.safetensors")
-        counters: dict[str, Any] = {name: meta.get(name) for name in (*(item.name for item in fields(Progress)), "updates")}
+            require_match(tensors, checkpoint.shapes(name), checkpoint.path)
+        counted = {"place": meta.get("step"), "rollbacks": 0, **meta}  # older checkpoints have neither
+        counters: dict[str, Any] = {name: counted.get(name) for name in (*(item.name for item in fields(Progress)), "updates")}
         for key, value in counters.items():
             if type(value) is not int or value < 0:
                 raise CheckpointError(f"{checkpoint.path}/meta.json: {key} is {value!r}, expected a whole number")
         self.optimizer.wait()
-        fill(weight_pieces(self.model), found["model"], self._tied)
-        self.optimizer.load(found["optimizer"], counters.pop("updates"))
+        self.optimizer.make_room(counters.pop("updates"))
+        problem = ""
+        try:
+            checkpoint.read(boxes_to_load(self.model, self.optimizer, self._tied))
+        except CheckpointError as error:
+            problem = str(error)
+        for each in gather(problem, self.world):
+            if each:
+                raise CheckpointError(each)
         self.progress = Progress(**counters)
-        restore_random_states(meta.get("random"), self.device, str(checkpoint.path))
+        restore_random_states(self._random_of(meta), self.device, str(checkpoint.path))
+
+    def _random_of(self, meta: Mapping[str, Any]) -> Any:
+        if "ranks" not in meta:  # format 1
+            return meta.get("random")
+        try:
+            ranks = meta["ranks"]
+            mine = self.world.index if meta.get("layout") == self._layout else 0
+            return ranks["values"][ranks["of_rank"][mine]]["random"]
+        except (KeyError, IndexError, TypeError):
+            return None
+
+
+def boxes_to_save(model: nn.Module, optimizer: Optimizer, pool: GroupPool | None, tied: bool) -> list[Box]:
+    """KIND.PARAMETER: of what several ranks hold, the part that this one writes. Views of the live tensors."""
+    pieces = {"model": optimizer.weights(), **optimizer.state()}
+    if pool is None or pool.lanes.index == 0:
+        trained = set(optimizer.gradients.names)
+        pieces["model"] += [piece for piece in weight_pieces(model) if piece.name not in trained]
+    tp = Group.single() if pool is None else pool.tp
+    return [box for kind, each in pieces.items() for box in boxes_once(each, tied, tp, f"{kind}.")]
+
+
+def boxes_to_load(model: nn.Module, optimizer: Optimizer, tied: bool) -> list[Box]:
+    """KIND.PARAMETER: all that this rank needs. Views of the live tensors, to be overwritten."""
+    pieces = {"model": weight_pieces(model), **optimizer.state()}
+    return [box for kind, each in pieces.items() for box in boxes_of(each, tied, f"{kind}.")]
 
 
 def new_state(config: Config, device: torch.device, order: str = "", tokenizer: str = "", pool: GroupPool | None = None) -> TrainState:
@@ -179,12 +252,12 @@ def random_states(device: torch.device) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": _encode(torch.get_rng_state()),
+        "python": [version, _encode(np.array(numbers, dtype=np.uint32)), gauss],
+        "numpy": [kind, _encode(np.asarray(keys)), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state().numpy()),
     }
     if device.type == "cuda":
-        states["cuda"] = _encode(torch.cuda.get_rng_state(device))
+        states["cuda"] = _encode(torch.cuda.get_rng_state(device).numpy())
     return states
 
 
@@ -192,19 +265,20 @@ def restore_random_states(states: Any, device: torch.device, where: str) -> None
     """Undo of `random_states`. A GPU's state is taken over where both runs have one."""
     try:
         version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
+        random.setstate((version, tuple(_decode(numbers, np.uint32).tolist()), gauss))
         kind, keys, position, has_gauss, cached = states["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-        torch.set_rng_state(_decode(states["torch"]))
+        np.random.set_state((kind, _decode(keys, np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(torch.from_numpy(_decode(states["torch"], np.uint8)))
         if device.type == "cuda" and "cuda" in states:
-            torch.cuda.set_rng_state(_decode(states["cuda"]), device)
+            torch.cuda.set_rng_state(torch.from_numpy(_decode(states["cuda"], np.uint8)), device)
     except (TypeError, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{where}/meta.json: the random states can't be restored ({error})") from None
 
 
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+def _encode(state: np.ndarray) -> str:
+    return base64.b64encode(state.tobytes()).decode("ascii")
 
 
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _decode(value: Any, dtype: Any) -> np.ndarray:
+    """Of text, or of the list of numbers that format 1 has."""
+    return np.array(value, dtype=dtype) if isinstance(value, list) else np.frombuffer(bytearray(base64.b64decode(value)), dtype=dtype)

@@ -45,16 +45,16 @@ def test_gradients_and_measures(dtype, bound):
 def test_a_run_stops_and_goes_on(tmp_path, precision):
     setup = train_helpers.config(train_helpers.write_corpus(tmp_path), cluster={"device": "cuda"}, precision={"format": precision})
     assert loop.train(setup, tmp_path / "whole") == loop.FINISHED
-    save = checkpoint.save
+    save = checkpoint.Saver.save
 
-    def once(run, step, *arguments):
-        path = save(run, step, *arguments)
+    def once(saver, step, *arguments):
+        save(saver, step, *arguments)
         if step == 10:
+            saver.finish()
             raise OSError("stop here")
-        return path
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save", once)
+        patch.setattr(checkpoint.Saver, "save", once)
         assert loop.train(setup, tmp_path / "run") == loop.FAILED
     assert loop.train(setup, tmp_path / "run") == loop.FINISHED
     assert checkpoint.newest(RunFolder(tmp_path / "run"), pytest.fail).step == 20

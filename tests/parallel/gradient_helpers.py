@@ -20,6 +20,7 @@ from megadcp.mesh.groups import Group, GroupPool
 from megadcp.nn.gpt import GPT
 from megadcp.nn.part import parts_of
 from megadcp.nn.shard import is_partial, shard_of, take, whole_shape
+from megadcp.parallel.assemble import whole_tensors
 from megadcp.parallel.gradients import GradientBuffers, Verdict
 from megadcp.train.optim import Optimizer
 
@@ -139,6 +140,14 @@ def step(run: Run, number: int, spoil: tuple[str, float] | None = None, lr: floa
         run.optimizer.step(lr)
     run.verdicts.append(verdict)
     return verdict
+
+
+def optimizer_state(run: Run) -> dict[str, Tensor]:
+    """Whole tensors of masters and moments, KIND.NAME, on rank 0. All ranks call it."""
+    found: dict[str, Tensor] = {}
+    for kind, pieces in run.optimizer.state().items():
+        found |= whole_tensors(pieces, run.pool, run.config.tied, f"{kind}.")
+    return found
 
 
 def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

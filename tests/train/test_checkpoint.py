@@ -1,15 +1,28 @@
+"""One process: what is saved comes back, or the message says what is wrong; whenever it dies a complete checkpoint is there."""
+
 import json
 import os
 import pickle
+import resource
+import shutil
 import signal
 import sys
+import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from megadcp.train import checkpoint
-from megadcp.train.checkpoint import CheckpointError, newest, open_checkpoint, require_match, save, saved
+from megadcp.config.check import UserError
+from megadcp.config.schema import CheckpointConfig
+from megadcp.parallel.boxes import Box
+from megadcp.train import checkpoint_place, checkpoint_save, checkpoint_write
+from megadcp.train.checkpoint import CheckpointError, SaveFailed, Saver, newest, open_checkpoint, read_weights, require_match, require_room, saved
+from megadcp.train.checkpoint_format import sha256_of
 from megadcp.train.run_folder import RunFolder
+from megadcp.train.together import ALONE
+
+DATA = "rank-00000.safetensors"
 
 
 @pytest.fixture
@@ -17,39 +30,245 @@ def run(tmp_path):
     return RunFolder(tmp_path)
 
 
-def tensors(value: float, size: int = 64) -> dict[str, dict[str, torch.Tensor]]:
-    return {"model": {"w": torch.full((size,), value)}, "optimizer": {"exp_avg.w": torch.full((size,), value + 1)}}
-
-
-def put(run: RunFolder, step: int, keep_last: int = 0) -> None:
-    save(run, step, tensors(step), {"step": step}, keep_last)
-
-
 def quiet(text: str) -> None:
     pass
 
 
-def test_what_is_saved_comes_back(run):
-    value = {"model": {"w": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}, "optimizer": {"exp_avg.w": torch.randn(3, 4)}}
-    path = save(run, 800, value, {"step": 800, "tokens": 12, "bad": float("nan")}, 2)
-    assert path == run.checkpoints / "step-00000800"
+def whole(name: str, tensor: torch.Tensor) -> Box:
+    return Box(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+def boxes(value: float, size: int = 64) -> list[Box]:
+    return [whole("model.w", torch.full((size,), float(value))), whole("exp_avg.w", torch.full((size,), value + 1.0))]
+
+
+def saver_of(run: RunFolder, keep_last: int = 0, keep_every: int = 0, async_save: bool = True, say=quiet) -> Saver:
+    return Saver(run, CheckpointConfig(keep_last=keep_last, keep_every=keep_every, async_save=async_save), say)
+
+
+def put(run: RunFolder, step: int, keep_last: int = 0, **more) -> None:
+    saver = saver_of(run, keep_last, **more)
+    saver.save(step, boxes(step), {"step": step})
+    saver.finish()
+    saver.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- save and load
+@pytest.mark.parametrize("async_save", [True, False])
+def test_what_is_saved_comes_back(run, async_save):
+    values = {
+        "model.w": torch.randn(3, 4),
+        "model.b": torch.randn(5).bfloat16(),
+        "exp_avg.w": torch.randn(3, 4),
+        "exp_avg.x": torch.randn(2, 3).double(),
+    }
+    said = []
+    saver = saver_of(run, 2, async_save=async_save, say=said.append)
+    saver.save(800, [whole(name, tensor) for name, tensor in values.items()], {"step": 800, "tokens": 12, "bad": float("nan")}, {"mine": 1})
+    saver.finish()
+    path = run.checkpoints / "step-00000800"
+    assert saver.complete == 800
+    assert len(said) == 1
+    assert said[0].startswith(f"saved {path} (")
     assert run.latest.read_text() == "checkpoints/step-00000800\n"
     found = newest(run, quiet)
     assert (found.step, found.meta["tokens"], found.meta["bad"]) == (800, 12, None)
-    for name in value:
-        back = found.tensors(name)
-        assert back.keys() == value[name].keys()
-        assert all(torch.equal(back[key], tensor) and back[key].dtype == tensor.dtype for key, tensor in value[name].items())
-    assert sorted(path.name for path in path.iterdir()) == ["manifest.json", "meta.json", "model.safetensors", "optimizer.safetensors"]
+    assert found.meta["ranks"] == {"values": [{"mine": 1}], "of_rank": [0]}
+    back = {f"model.{name}": tensor for name, tensor in read_weights(found).items()} | found.tensors("optimizer")
+    assert back.keys() == values.keys()
+    assert all(torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype for name, tensor in values.items())
+    assert {name: tensor.shape for name, tensor in found.shapes("model").items()} == {"w": (3, 4), "b": (5,)}
+    assert list(found.tensors("model", ["b"])) == ["b"]
+    with pytest.raises(CheckpointError, match="no tensor c"):
+        found.tensors("model", ["c"])
+    assert sorted(path.name for path in path.iterdir()) == ["manifest.json", "meta.json", DATA, "tensors.json"]
 
 
-def test_values_are_those_of_the_step_even_if_training_goes_on(run):
-    live = tensors(1.0)
-    save(run, 1, live, {"step": 1}, 0)
-    live["model"]["w"].add_(5)
-    assert float(newest(run, quiet).tensors("model")["w"][0]) == 1.0
+def test_files_are_safetensors_that_others_can_read(run):
+    put(run, 3)
+    found = load_file(run.checkpoints / "step-00000003" / DATA)
+    assert {name: float(tensor[0]) for name, tensor in found.items()} == {"model.w@0": 3.0, "exp_avg.w@0": 4.0}
 
 
+def split(name: str, tensor: torch.Tensor, cuts: list[int]) -> list[Box]:
+    """Rows cut, every other part cut once more along the columns."""
+    found = []
+    for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, len(tensor)], strict=True)):
+        for low, high in ((0, 1), (1, tensor.shape[1])) if number % 2 else ((0, tensor.shape[1]),):
+            found.append(Box(name, tuple(tensor.shape), (start, low), tensor[start:stop, low:high]))
+    return found
+
+
+def test_boxes_are_read_into_other_boxes(run):
+    tensor, other = torch.randn(11, 5), torch.randn(7, 3)
+    saver = saver_of(run)
+    saver.save(1, [*split("model.a", tensor, [2, 3, 8]), *split("model.b", other, [])], {"step": 1})
+    saver.finish()
+    found = newest(run, quiet)
+    back = torch.zeros(11, 5)
+    found.read(split("model.a", back, [1, 5, 6]))
+    assert torch.equal(back, tensor)
+    back.zero_()
+    found.read([Box("model.a", (11, 5), (7, 1), back[7:9, 1:4])])
+    assert torch.equal(back[7:9, 1:4], tensor[7:9, 1:4])
+    assert back.count_nonzero() == 6
+    assert torch.equal(read_weights(found)["b"], other)
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["hole", "overlap"])
+def test_boxes_that_do_not_make_up_the_tensor_are_no_checkpoint(run, cut):
+    tensor = torch.randn(6, 2)
+    parts = [Box("model.a", (6, 2), (0, 0), tensor[:3]), Box("model.a", (6, 2), (4, 0) if cut else (2, 0), tensor[4:] if cut else tensor[:3])]
+    saver = saver_of(run)
+    saver.save(1, parts, {"step": 1})
+    with pytest.raises(SaveFailed, match=r"the boxes of model\.a don't make up \[6, 2\]"):
+        saver.finish()
+    assert saved(run) == []
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(run):
+    put(run, 1)
+    found = newest(run, quiet)
+    target = torch.zeros(64)
+    for wrong, message in (
+        (whole("model.x", torch.zeros(1)), "has no tensor model.x"),
+        (whole("model.w", torch.zeros(63)), r"model.w is float32 \[64\], expected float32 \[63\]"),
+        (whole("model.w", torch.zeros(64).double()), r"model.w is float32 \[64\], expected float64 \[64\]"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            found.read([whole("exp_avg.w", target), wrong])
+        assert not target.any()
+
+
+def test_format_1_can_still_be_read(run):
+    """Two files with whole tensors, as earlier versions wrote them."""
+    path = run.checkpoints / "step-00000007"
+    path.mkdir(parents=True)
+    save_file({"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2).bfloat16()}, path / "model.safetensors")
+    save_file({"exp_avg.w": torch.ones(2, 3), "master.b": torch.ones(2)}, path / "optimizer.safetensors")
+    (path / "meta.json").write_text(json.dumps({"format": 1, "step": 7}))
+    files = {each.name: {"bytes": each.stat().st_size, "sha256": sha256_of(each)} for each in path.iterdir()}
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 7, "files": files}))
+    found = newest(run, pytest.fail)
+    assert found.step == 7
+    assert torch.equal(read_weights(found)["w"], torch.arange(6.0).view(2, 3))
+    assert found.tensors("optimizer").keys() == {"exp_avg.w", "master.b"}
+    part = torch.zeros(1, 2)
+    found.read([Box("model.w", (2, 3), (1, 1), part)])
+    assert part.tolist() == [[4.0, 5.0]]
+    (path / "manifest.json").write_text(json.dumps({"format": 9, "step": 7, "files": files}))
+    with pytest.raises(CheckpointError, match="format 9; this version reads formats 1 and 2"):
+        open_checkpoint(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ in the background
+def slow_writer(monkeypatch, seconds: float) -> None:
+    write = checkpoint_write.write_tensors
+
+    def slow(*arguments):
+        time.sleep(seconds)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint_write, "write_tensors", slow)
+
+
+def test_values_are_those_of_the_step_even_if_training_goes_on(run, monkeypatch):
+    """C51: CPU tensors, changed while the writer is slow."""
+    slow_writer(monkeypatch, 0.2)
+    live = boxes(1.0)
+    saver = saver_of(run)
+    saver.save(1, live, {"step": 1})
+    live[0].values.add_(5)
+    saver.poll()
+    assert newest(run, quiet) is None
+    saver.save(2, live, {"step": 2})  # waits for the first, whose copy it takes over
+    live[0].values.add_(5)
+    saver.finish()
+    assert [float(read_weights(open_checkpoint(path))["w"][0]) for path in saved(run)] == [1.0, 6.0]
+
+
+def test_one_copy_is_kept_and_used_again(run):
+    saver = saver_of(run)
+    places = set()
+    for step in range(3):
+        saver.save(step, boxes(step), {"step": step})
+        saver.finish()
+        places.add((saver.stager.buffer.data_ptr(), saver.stager.buffer.numel()))
+    assert len(places) == 1
+    assert places.pop()[1] == 2 * 64 * 4
+    saver.close()
+    assert saver.stager.buffer is None
+
+
+def test_without_a_copy_it_returns_when_all_is_done(run):
+    saver = saver_of(run, async_save=False)
+    saver.save(1, boxes(1), {"step": 1})
+    assert saver.complete == 1
+    assert saver.stager.buffer is None
+
+
+def poll_for_seconds(saver):
+    for _ in range(100):
+        saver.poll()
+        time.sleep(0.02)
+
+
+def test_a_failure_is_told_once_and_at_the_next_look(run, monkeypatch):
+    put(run, 1)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_write, "write_tensors", full)
+    saver = saver_of(run)
+    saver.save(2, boxes(2), {"step": 2})
+    with pytest.raises(SaveFailed, match=r"the checkpoint of step 2 could not be written: .*No space left on device; free some space"):
+        poll_for_seconds(saver)
+    saver.poll()
+    saver.finish()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
+    assert run.latest.read_text() == "checkpoints/step-00000001\n"
+    monkeypatch.undo()
+    saver.save(3, boxes(3), {"step": 3})  # and it can go on
+    saver.finish()
+    assert newest(run, pytest.fail).step == 3
+
+
+PHASES = ["write_manifest", "put_in_place", "remove_old", "remove_leftovers"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_error_in_any_phase_is_one_clear_failure(run, monkeypatch, phase):
+    put(run, 1)
+
+    def broken(*arguments):
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr(checkpoint_save, phase, broken)
+    saver = saver_of(run, keep_last=1)
+    saver.save(2, boxes(2), {"step": 2})
+    complete = PHASES.index(phase) > 1
+    with pytest.raises(SaveFailed, match="is complete, but older ones could not be removed" if complete else "could not be written"):
+        saver.finish()
+    monkeypatch.undo()
+    assert newest(run, pytest.fail, repair=True).step == (2 if complete else 1)
+    put(run, 3, keep_last=1)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000003"]
+
+
+def test_a_run_that_leaves_gives_up_a_save_that_hangs(run, monkeypatch):
+    monkeypatch.setattr(checkpoint_save, "LEAVE_SECONDS", 0.1)
+    slow_writer(monkeypatch, 0.6)
+    saver = saver_of(run)
+    saver.save(1, boxes(1), {"step": 1})
+    begin = time.monotonic()
+    saver.close()
+    assert time.monotonic() - begin < 0.5
+    time.sleep(0.8)  # the thread that wrote
+    assert newest(run, pytest.fail) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- retention
 def test_only_the_last_are_kept(run):
     for step in (1, 2, 3, 10):
         put(run, step, keep_last=2)
@@ -59,24 +278,110 @@ def test_only_the_last_are_kept(run):
     assert sorted(path.name for path in run.checkpoints.iterdir()) == [path.name for path in saved(run)]
 
 
+def test_some_are_kept_for_ever(run):
+    for step in range(2, 16, 2):
+        put(run, step, keep_last=2, keep_every=6)
+    assert [checkpoint_place.step_of(path) for path in saved(run)] == [6, 12, 14]
+
+
+def test_old_ones_go_only_when_the_new_one_is_complete(run, monkeypatch):
+    put(run, 1)
+    put(run, 2)
+    seen = []
+    remove = checkpoint_save.remove_old
+
+    def look(*arguments):
+        seen.append((run.latest.read_text().strip(), [path.name for path in saved(run)]))
+        remove(*arguments)
+
+    monkeypatch.setattr(checkpoint_save, "remove_old", look)
+    put(run, 3, keep_last=1)
+    assert seen == [("checkpoints/step-00000003", ["step-00000001", "step-00000002", "step-00000003"])]
+    assert [path.name for path in saved(run)] == ["step-00000003"]
+
+
+# ------------------------------------------------------------------------------------------------------------- room, permission
+def room(run, own_bytes=1000, steps=(0, 10), say=quiet, **settings):
+    require_room(run, own_bytes, CheckpointConfig(**settings), steps, ALONE, say)
+
+
+def test_room_and_permission_are_looked_at_first(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    room(run)
+    assert list(run.checkpoints.iterdir()) == []
+    with pytest.raises(UserError, match=r"need 1e\+06 TB more there .*set run.folder to another disk"):
+        room(run, own_bytes=10**18)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    room(run, own_bytes=free // 3, every=1, keep_last=1)
+    with pytest.raises(UserError, match=r"checkpoint\.keep_last=3"):
+        room(run, own_bytes=free // 3, every=1, keep_last=3)
+    room(run, own_bytes=free // 3, every=10, keep_last=3)  # there will be one only
+    said = []
+    room(run, own_bytes=free // 6, every=1, keep_every=2, keep_last=1, say=said.append)
+    assert len(said) == 1
+    assert "WARNING: checkpoint.keep_every=2 keeps about" in said[0]
+
+
+def test_a_place_that_can_not_be_written(tmp_path):
+    """A path below a regular file: permission bits do not bind root."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"can't be written to .*file/run/checkpoints \(Not a directory, rank 0\); set run.folder"):
+        room(RunFolder(tmp_path / "file" / "run"))
+
+
+@pytest.fixture
+def small_files():
+    """No file above 20 kB, as with a full quota."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_file_that_can_not_be_that_large(run):
+    with pytest.raises(UserError, match=r"a file of 30 kB of rank 0, but this process may write 20 kB \(ulimit -f\)"):
+        room(run, own_bytes=30_000)
+    put(run, 1)
+    saver = saver_of(run)
+    saver.save(2, boxes(2, size=10_000), {"step": 2})
+    with pytest.raises(SaveFailed, match=r"step 2 could not be written: .*File too large; free some space"):
+        saver.finish()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
+    assert newest(run, pytest.fail).step == 1
+
+
+def test_a_folder_that_vanishes_under_the_run(run, tmp_path):
+    put(run, 1)
+    saver = saver_of(run)
+    os.rename(run.checkpoints, tmp_path / "gone")
+    run.checkpoints.write_text("no folder")
+    saver.save(2, boxes(2), {"step": 2})
+    with pytest.raises(SaveFailed, match="step 2 could not be written: "):
+        saver.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------------ damage
 def test_nothing_saved(run):
     assert newest(run, quiet) is None
 
 
 DAMAGE = {
-    "cut": lambda path: os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size - 1),
-    "empty": lambda path: os.truncate(path / "optimizer.safetensors", 0),
-    "flipped": lambda path: flip(path / "model.safetensors"),
+    "cut": lambda path: os.truncate(path / DATA, (path / DATA).stat().st_size - 1),
+    "empty": lambda path: os.truncate(path / DATA, 0),
+    "flipped": lambda path: flip(path / DATA),
+    "flipped index": lambda path: flip(path / "tensors.json", 40),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "half a manifest": lambda path: os.truncate(path / "manifest.json", 30),
     "missing file": lambda path: (path / "meta.json").unlink(),
+    "missing data": lambda path: (path / DATA).unlink(),
     "changed meta": lambda path: (path / "meta.json").write_text((path / "meta.json").read_text().replace('"step": 2', '"step": 3')),
 }
 
 
-def flip(path):
+def flip(path, at=-1):
     data = bytearray(path.read_bytes())
-    data[-1] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
@@ -130,7 +435,7 @@ def test_misfits_are_named():
     expected = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4), **{f"x{index}": torch.zeros(1) for index in range(7)}}
     found = {"b": torch.zeros(3, 1), "c": torch.zeros(4).bfloat16(), "d": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
-        require_match(expected, found, "model.safetensors")
+        require_match(expected, found, "step-00000001")
     text = str(caught.value)
     assert "missing: a, x0, x1, x2, x3 and 3 more" in text
     assert "not in this model: d" in text
@@ -151,32 +456,70 @@ def read_all(run):
     return found.tensors("model"), found.tensors("optimizer")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "meta.json", "manifest.json"])
+@pytest.mark.parametrize("name", [DATA, "tensors.json", "meta.json", "manifest.json"])
 def test_no_file_is_unpickled(run, name, tmp_path):
+    """C77, with a manifest that fits: a forger writes one."""
     put(run, 1)
     path = run.checkpoints / "step-00000001"
     (path / name).write_bytes(pickle.dumps(Payload(tmp_path / "opened")))
-    if name not in ("manifest.json",):  # a forger writes a manifest that fits
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": checkpoint._sha256(path / name)}
-        (path / "manifest.json").write_text(json.dumps(manifest))
+    if name != "manifest.json":
+        refit_manifest(path, name)
     with pytest.raises(CheckpointError):
         read_all(run)
     assert not (tmp_path / "opened").exists()
 
 
-def test_a_full_disk_leaves_what_was_there(run, monkeypatch):
+def refit_manifest(path, name):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": sha256_of(path / name)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+FORGED = {
+    "a file elsewhere": lambda entry: entry["boxes"][0].__setitem__(0, "../../secret.safetensors"),
+    "a file that is not listed": lambda entry: entry["boxes"][0].__setitem__(0, "rank-00009.safetensors"),
+    "another dtype": lambda entry: entry.__setitem__("dtype", "object"),
+    "negative offsets": lambda entry: entry["boxes"][0].__setitem__(1, [-5]),
+    "a box of other sizes": lambda entry: entry["boxes"][0].__setitem__(2, [63]),
+    "no numbers": lambda entry: entry.__setitem__("shape", "64"),
+    "no boxes": lambda entry: entry.pop("boxes"),
+    "part of it": lambda entry: entry["boxes"].clear(),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_index_is_refused(run, what):
     put(run, 1)
+    path = run.checkpoints / "step-00000001"
+    index = json.loads((path / "tensors.json").read_text())
+    FORGED[what](index["model.w"])
+    (path / "tensors.json").write_text(json.dumps(index))
+    refit_manifest(path, "tensors.json")
+    with pytest.raises(CheckpointError):
+        read_all(run)
 
-    def full(tensors, path):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
-        put(run, 2)
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
-    assert run.latest.read_text() == "checkpoints/step-00000001\n"
+def test_a_manifest_names_files_of_a_checkpoint_only(run):
+    put(run, 1)
+    path = run.checkpoints / "step-00000001"
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../../x"] = manifest["files"].pop(DATA)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="which is no file of a checkpoint"):
+        open_checkpoint(path)
+
+
+def test_leftovers_of_another_job_are_no_parts_of_a_save(run, monkeypatch):
+    """A job that was killed has left a finished part of the same step in a draft; its token is another one."""
+    monkeypatch.setattr(checkpoint_save.secrets, "token_hex", lambda size: "equal")
+    draft = run.checkpoints / ".step-00000002.draft-equal"
+    draft.mkdir(parents=True)
+    (draft / "rank-00000.json").write_text(json.dumps({"step": 2, "rank": 0, "token": "older"}))
+    monkeypatch.setattr(checkpoint_write._Writer, "finish", lambda self, metadata, results: self.written())
+    saver = saver_of(run)
+    saver.save(2, boxes(2), {"step": 2})
+    with pytest.raises(SaveFailed, match="is of another save"):
+        saver.finish()
 
 
 def die_at(count: int, run: RunFolder, steps: list[int], keep_last: int) -> int:
@@ -204,13 +547,14 @@ def die_at(count: int, run: RunFolder, steps: list[int], keep_last: int) -> int:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "same step again"])
-def test_killed_at_every_moment_of_a_save(tmp_path, again):
+def test_killed_at_every_moment_of_a_save(tmp_path, again, monkeypatch):
     """Wherever the process dies, the newest complete checkpoint is found, the pointer names a complete one, and the next save cleans up."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process leaves what it has written; a lost machine would not
+    start = RunFolder(tmp_path / "start")
+    put(start, 1)
+    put(start, 2)
     for count in range(1, 200):
-        run = RunFolder(tmp_path / f"{count}")
-        run.path.mkdir()
-        put(run, 1)
-        put(run, 2)
+        run = RunFolder(shutil.copytree(start.path, tmp_path / f"{count}"))
         status = die_at(count, run, [2 if again else 3], keep_last=1)
         assert status in (0, signal.SIGKILL)
         said = []

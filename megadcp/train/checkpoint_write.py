@@ -1,0 +1,186 @@
+"""One rank's share of a save, as torch.distributed.checkpoint runs it: which boxes (planner), a copy of them (stager), its file (writer).
+
+Every rank calls `dcp.async_save(boxes, no_dist=True)` for itself: what it writes follows from the layout alone, so nothing is negotiated and
+no collective runs in the background. That all ranks are done is seen by their parts in the draft folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future as TorchFuture
+
+from megadcp.parallel.boxes import Box
+from megadcp.train.checkpoint_format import Entry, Index, StoredBox, check_file, file_name, index_to_json, key_of, part_name, write_tensors
+
+ALIGN = 64  # bytes: where tensors begin in the host copy
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does of one save. token: of this job, so that nobody takes leftovers of an earlier one for parts of this save."""
+
+    folder: Path
+    step: int
+    rank: int
+    token: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def begin(self) -> dict[str, Any]:
+        """How its part begins."""
+        return {"step": self.step, "rank": self.rank, "token": self.token}
+
+
+def start(share: Share, boxes: Sequence[Box], stager: AsyncStager, written: Callable[[], None]) -> Future[Any]:
+    """Copy the boxes, then write them in the background; written() is called there when the share is on the disk."""
+    quiet()
+    writer = _Writer(share, written)
+    made = async_save({"boxes": list(boxes)}, storage_writer=writer, planner=_Planner(), async_stager=stager, no_dist=True)
+    return cast("Future[Any]", made)
+
+
+def quiet() -> None:
+    """Ranks that load and save for themselves are no fault, though torch warns of them."""
+    warnings.filterwarnings("ignore", message=r"torch\.distributed is disabled")
+
+
+def cause(error: BaseException) -> BaseException:
+    """What really happened: torch wraps what a step of a save or load raises."""
+    if isinstance(error, CheckpointException):
+        return next((each[0] for each in error.failures.values()), error)
+    return error
+
+
+class Stager(AsyncStager):
+    """One copy of the rank's boxes in host memory, which is kept for the next save; pinned where they come from a GPU.
+
+    copies=False: none; training must not go on before the save is done.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, copies: bool = True) -> None:
+        self.copies = copies
+        self.buffer: Tensor | None = None
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The same boxes with values of their own."""
+        boxes: list[Box] = state_dict["boxes"]
+        if not self.copies:
+            return state_dict
+        starts, size = [], 0
+        for box in boxes:
+            starts.append(size)
+            size += -(-box.nbytes // ALIGN) * ALIGN
+        devices = {box.values.device for box in boxes if box.values.is_cuda}
+        if self.buffer is None or self.buffer.numel() < size:
+            self.buffer = None  # the old one first: never two
+            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
+        copied = []
+        for box, begin in zip(boxes, starts, strict=True):
+            values = self.buffer[begin : begin + box.nbytes].view(box.values.dtype).view(box.sizes)
+            values.copy_(box.values, non_blocking=True)
+            copied.append(Box(box.name, box.whole, box.offsets, values))
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return {"boxes": copied}
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do: `stage` returns when the copy is made."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.buffer = None
+
+
+class _Planner(SavePlanner):
+    """All boxes of this rank; nobody else has them."""
+
+    boxes: dict[str, Box]
+
+    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+        self.boxes = {key_of(box.name, box.offsets): box for box in state_dict["boxes"]}
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_write_item(box) for box in self.boxes.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        tensors: dict[str, Any] = {}
+        for box in self.boxes.values():
+            found = tensors.setdefault(box.name, TensorStorageMetadata(TensorProperties(dtype=box.values.dtype), torch.Size(box.whole), []))
+            found.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+        return all_plans, Metadata(tensors)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.index.offset is not None
+        return self.boxes[key_of(write_item.index.fqn, write_item.index.offset)].values
+
+
+def _write_item(box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=box.values.dtype), torch.Size(box.whole))
+    return WriteItem(MetadataIndex(box.name, box.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Writer(StorageWriter):
+    """rank-N.safetensors, checked after it was written, and then rank-N.json, which says that it is there."""
+
+    def __init__(self, share: Share, written: Callable[[], None]) -> None:
+        self.share, self.written = share, written
+        self.file: tuple[int, str] = (0, "")
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        items = [(item, item.tensor_data) for item in plan.items if item.tensor_data is not None]
+        boxes = [(key_of(item.index.fqn, item.index.offset or ()), data.properties.dtype, tuple(data.chunk.sizes)) for item, data in items]
+        path = self.share.folder / file_name(self.share.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = write_tensors(path, boxes, lambda each: cast(Tensor, planner.resolve_data(items[each][0])))
+        check_file(path, *self.file)
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result([WriteResult(item.index, 0, path.name) for item, _ in items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        index: Index = {}
+        for name, each in metadata.state_dict_metadata.items():
+            assert isinstance(each, TensorStorageMetadata)
+            boxes = [StoredBox(tuple(c.offsets), tuple(c.sizes), file_name(self.share.rank), key_of(name, c.offsets)) for c in each.chunks]
+            index[name] = Entry(each.properties.dtype, tuple(each.size), boxes)
+        size, sha256 = self.file
+        part = {**self.share.begin(), "bytes": size, "sha256": sha256, "extra": self.share.extra, "tensors": index_to_json(index)}
+        path = self.share.folder / part_name(self.share.rank)  # appears whole; it need not outlive the machine
+        path.with_suffix(".new").write_text(json.dumps(part), encoding="utf-8")
+        os.replace(path.with_suffix(".new"), path)
+        self.written()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
