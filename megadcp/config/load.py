@@ -246,7 +246,7 @@ def _explain(error: BaseException) -> str:
         key = getattr(cause, "full_key", None)
         if key and type(cause).__name__ in ("ConfigKeyError", "ConfigAttributeError") and not str(key).startswith("hydra"):
             hint = ": is its first line '# @package _global_'?" if str(key).split(".")[0] == "experiment" else ""
-            lines.append((unknown_setting(str(key)) or f"{key} is not a setting") + hint)
+            lines.append((unknown_setting(str(key)) or f"{key} has no value yet; ++{key}=VALUE gives it one") + hint)
         else:
             lines.append(re.split(r"\n\s*(?:full_key|See http|reference_type|object_type|Config search path)", str(cause))[0])
             lines += [f"({key})"] if key and str(key) not in lines[-1] else []

@@ -101,6 +101,8 @@ def test_one_variable_of_the_environment() -> None:
     assert (environment["NCCL_DEBUG"], environment["NCCL_IB_HCA"]) == ("INFO", "mlx5_0")
     assert compose(["++cluster.environment.NCCL_MAX_CTAS=16"]).cluster.environment == {"NCCL_MAX_CTAS": "16"}
     assert compose().cluster.environment == {}
+    with pytest.raises(UserError, match=r"cluster\.environment\.NCCL_X has no value yet; \+\+cluster\.environment\.NCCL_X=VALUE"):
+        compose(["cluster.environment.NCCL_X=1"])
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp8"])
