@@ -1,18 +1,16 @@
 """What one call of the trainer does before training: start, resume, show or refuse a run. It never overwrites one.
 
 The rule for an existing run: settings that only say where and how steps run, what is saved and what is shown may change from call to
-call; the new value is written to run.yaml and holds from then on. All others are what the run is: they need a run of another name.
-run.steps may change while that leaves the steps already done as they are (`_refuses_steps`).
+call; the new value is written to run.yaml and holds from then on. All others are what the run is: they need a run of another name, or to be
+named in checkpoint.allow_change (resume.py). run.steps may change while that leaves the steps already done as they are (`_refuses_steps`).
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,10 @@ from megadcp.config.schema import Config
 from megadcp.plan.planner import planner_for
 from megadcp.train import launch
 from megadcp.train.exchange import check_exchange
-
-FREE = (
-    "log.", "checkpoint.", "cluster.", "parallel.", "hardware.", "plan.", "data.cache", "data.prepare.",
-    "run.name", "run.folder", "run.validate_", "run.sample_",
-)  # fmt: skip
-LOCK = ".lock"
+from megadcp.train.out_of_memory import OUT_OF_MEMORY, take_notes
+from megadcp.train.resume import refused, ways_out
+from megadcp.train.run_folder import LOCK, keep_folder
+from megadcp.train.signals import StopRequest
 
 
 def start(config: Config) -> int:
@@ -49,26 +45,48 @@ def start(config: Config) -> int:
     if config.cluster.world > 1 and config.cluster.nodes > 1:
         launch.join(config)  # says how several nodes are started
     with ExitStack() as held:
-        if not _open(folder, config, held):
-            return 0
-        if config.cluster.world > 1:
-            from megadcp.train.supervise import supervise
-
-            command = [sys.executable, "-m", "megadcp.train.rank", str(folder)]
-            return supervise(command, config.cluster.processes, config.cluster.threads, folder / "ranks")
-        from megadcp.train.loop import train  # torch: a second late, so only when there is something to train
-
-        return train(config, folder)
+        with StopRequest() as stop:
+            with stop.at_once():
+                if not _open(folder, config, held):
+                    return 0
+            if config.cluster.world == 1:
+                return _train(config, folder, None, stop)
+        return _supervise(config, folder)
 
 
 def _as_rank(config: Config, folder: Path) -> int:
     """One of several ranks that somebody else started; rank 0 opens the run, the others wait for it."""
-    with launch.join(config) as world, ExitStack() as held:
-        if not world.first(lambda: _open(folder, config, held)):
-            return 0
-        from megadcp.train.loop import train
+    with StopRequest() as stop, launch.join(config) as world, ExitStack() as held:
 
-        return train(config, folder, world)
+        def open_run() -> bool:
+            with stop.at_once():
+                return _open(folder, config, held)
+
+        if not world.first(open_run):
+            return 0
+        return _train(config, folder, world, stop)
+
+
+def _train(config: Config, folder: Path, world: launch.World | None, stop: StopRequest) -> int:
+    """Train in this process; alone, it also starts again with less memory for the plans after it ran out of it."""
+    from megadcp.train.loop import train  # torch: a second late, so only when there is something to train
+
+    while True:
+        code = train(config, folder, world, stop)
+        alone = world is None or world.world_size == 1
+        if code != OUT_OF_MEMORY or stop or not (alone and take_notes(folder, config, _say)):
+            return code
+
+
+def _supervise(config: Config, folder: Path) -> int:
+    """Train on ranks of this machine, and start them again with less memory for the plans after one ran out of it."""
+    from megadcp.train.supervise import supervise
+
+    command = [sys.executable, "-m", "megadcp.train.rank", str(folder)]
+    while True:
+        code = supervise(command, config.cluster.processes, config.cluster.threads, folder / "ranks")
+        if code != OUT_OF_MEMORY or not take_notes(folder, config, _say):
+            return code
 
 
 def register(config: Config) -> bool:
@@ -91,8 +109,10 @@ def _open(folder: Path, config: Config, held: ExitStack, prepare: bool = True) -
     if prepare:
         _prepare(config)
     _make(folder)
-    held.enter_context(_only_process(folder))
+    held.enter_context(keep_folder(folder, _say))
     _freeze(folder, config)
+    if prepare:
+        take_notes(folder, config, _say)
     return True
 
 
@@ -122,14 +142,11 @@ def changes(folder: Path, config: Config) -> dict[str, tuple[Any, Any]]:
     old = load_run(folder)
     changed = differences(old, config)
     reason = _refuses_steps(folder, old, config) if "run.steps" in changed else ""
-    refused = {key: pair for key, pair in changed.items() if not key.startswith(FREE) and (key != "run.steps" or reason)}
-    if refused and _began(folder):
-        listed = ", ".join(f"{key}: {before} -> {after}" for key, (before, after) in refused.items())
-        because = f" (run.steps can't change: {reason})" if reason else ""
-        raise UserError(
-            f"{folder} holds a run with other settings: {listed}{because}; "
-            "choose run.name=NAME for a new run, or leave these settings as they were to go on with the old one"
-        )
+    wrong = [key for key in refused(changed, config) if key != "run.steps" or reason]
+    if wrong and _began(folder):
+        listed = ", ".join(f"{key}: {changed[key][0]} -> {changed[key][1]}" for key in wrong)
+        because = f" (run.steps can't change: {reason})" if "run.steps" in wrong else ""
+        raise UserError(f"{folder} holds a run with other settings: {listed}{because}; {ways_out(wrong)}")
     return changed
 
 
@@ -203,20 +220,6 @@ def _make(folder: Path) -> None:
         raise UserError(
             f"the run folder {folder} can't be written ({error.strerror}: {error.filename}); set run.folder to a folder you may write to"
         ) from None
-
-
-@contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
-    """Hold the folder: a second trainer would mix two runs. The system lets go when this process ends, however it ends."""
-    import fcntl
-
-    with open(folder / LOCK, "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # a file system without locks: go on unprotected
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise UserError(f"another process is training in {folder}; wait for it, stop it, or choose another run.name") from None
-        yield
 
 
 def _say(line: str) -> None:

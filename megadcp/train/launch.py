@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from megadcp.config.check import UserError
 from megadcp.config.schema import Config
 from megadcp.mesh.coords import Mesh
+from megadcp.train.out_of_memory import OUT_OF_MEMORY, is_out_of_memory
+from megadcp.train.signals import STOPPED
 
 if TYPE_CHECKING:
     import torch
@@ -185,6 +187,8 @@ def join(config: Config, timeout_s: float = TIMEOUT_SECONDS) -> World:
     """
     here = place()
     _guard()
+    with contextlib.suppress(AttributeError, ValueError, OSError, RuntimeError):  # no stderr
+        faulthandler.register(STACKS, file=2, all_threads=True)
     _check_size(here, config)
     for name, value in config.cluster.environment.items():  # before torch, CUDA and NCCL read it; the shell's own word counts
         os.environ.setdefault(name, value)
@@ -309,13 +313,15 @@ def _code_of(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
     return 2 if isinstance(error, UserError) else 1
 
 
 def _record(error: BaseException) -> None:
     """Write when and how this rank failed where torch's launchers look for it, once; theirs has whole seconds, ours all digits."""
     path = os.environ.get(ERROR_FILE, "")
-    if not path:
+    if not path or _code_of(error) == STOPPED:  # which is no failure
         return
     text = "".join(traceback.format_exception(error))
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "nanoseconds": time.time_ns()}

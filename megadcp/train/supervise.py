@@ -28,15 +28,19 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, start_processes
 
 from megadcp.config.check import UserError
+from megadcp.train.health import HUNG, forget_hearts, overdue
+from megadcp.train.incidents import add_incident
 from megadcp.train.launch import ERROR_FILE, INTERRUPTED, STACKS, SUPERVISOR
+from megadcp.train.out_of_memory import OUT_OF_MEMORY
+from megadcp.train.signals import STOPPED
 
-STOPPED = 75
 POLL_SECONDS = 0.05
 NOTICE_SECONDS = 1.0  # a rank that died without a word did so at most this long before it was seen
 SETTLE_SECONDS = 0.5  # after the first failure, until it is clear who was first
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL after a failure
-STOP_SECONDS = 60.0  # for the others, after one rank has stopped in order
+STOP_SECONDS = 300.0  # for the others, after one rank has stopped in order
 DUMP_SECONDS = 0.5
+HEART_SECONDS = 1.0  # between two looks at the ranks' signs of life
 HOLD_SECONDS = 3.0  # a traceback of rank 0 is shown after this, if nobody fails
 MOST_BYTES = 1 << 16  # of one rank's stderr that are shown
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # torch's, before each line of a traceback
@@ -46,13 +50,16 @@ LAST_WORDS = re.compile(PREFIX + r"(?:Traceback \(most recent|error: |terminate 
 def supervise(command: Sequence[str], processes: int, threads: int = 0, logs: Path | None = None) -> int:
     """Run `command` as `processes` ranks of this machine until all have ended; returns the exit code of the run.
 
-    The command finds torchrun's environment. SIGINT and SIGTERM reach every rank once; a second one of them ends ranks that don't stop.
-    When a rank fails the others get SIGTERM, and SIGKILL after GRACE_SECONDS. `threads`: OpenMP threads of a rank, 0: cores / ranks.
+    The command finds torchrun's environment. SIGINT, SIGTERM and SIGUSR1 reach every rank; a second one of them ends ranks that don't stop.
+    When a rank fails the others get SIGTERM, and SIGKILL after GRACE_SECONDS. When one gives no sign of life (health.py), the stacks of all are
+    shown, and all are killed. `threads`: OpenMP threads of a rank, 0: cores / ranks.
     `logs`: a folder for what the ranks other than rank 0 say, and for all that goes to stderr; None forgets it.
 
-    Returns 0 when all ranks did; 75 when they stopped after a signal; else the code of the rank that failed first (1 if a signal ended it).
+    Returns 0 when all ranks did; 75 when they stopped after a signal; HUNG when they hung; else the code of the rank that failed first (1 if
+    a signal ended it), which is OUT_OF_MEMORY where that was the cause.
     """
     with _folder(logs) as folder, _quiet_elastic():
+        forget_hearts(folder)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: no free port to lose before rank 0 takes it
         environment = {rank: _environment(rank, processes, store.port, threads) for rank in range(processes)}
         arguments = {rank: tuple(command[1:]) for rank in range(processes)}
@@ -135,9 +142,10 @@ class _Supervision:
         self.sent: list[int] = []  # signals that went to the ranks
         self.relay = _Relay(_stderr_file(folder, 0))
         self.first: _End | None = None
+        self.hung = False
 
     def run(self) -> int:
-        bad_since, terminated_at, forwarded = 0.0, 0.0, 0
+        bad_since, terminated_at, forwarded, looked = 0.0, 0.0, 0, time.monotonic()
         while self.processes:
             time.sleep(POLL_SECONDS)
             self._look()
@@ -157,8 +165,13 @@ class _Supervision:
                     self._send(signal.SIGTERM)
                     terminated_at = now
             if terminated_at and now > terminated_at + GRACE_SECONDS:
-                self._kill()
+                self._kill(f"did not stop within {GRACE_SECONDS:g} s and was killed; it was here:")
                 break
+            if not bad_since and not terminated_at and now > looked + HEART_SECONDS:
+                looked = now
+                if late := [one for one in overdue(self.folder, self.count) if one.rank in self.processes]:
+                    self._end_hang(str(late[0]), late[0].step)
+                    break
         self.relay.pass_on(hold_on=True)
         self._show_first()
         return self._code()
@@ -178,8 +191,17 @@ class _Supervision:
             with suppress(ProcessLookupError):
                 (os.killpg if group else os.kill)(process.pid, number)
 
-    def _kill(self) -> None:
-        """End what ignores SIGTERM, with all that it started, and show where it was."""
+    def _end_hang(self, text: str, step: int) -> None:
+        self.hung = True
+        self.relay.pass_on(hold_on=False)
+        sys.stdout.flush()
+        print(f"{text}: the run hangs, and all ranks are killed", file=sys.stderr, flush=True)
+        if (self.folder.parent / "run.yaml").is_file():
+            add_incident(self.folder.parent, "hang", step, text)
+        self._kill("was here:")
+
+    def _kill(self, how: str) -> None:
+        """End what is left, with all that it started, and show where it was."""
         before = {rank: len(_tail(_stderr_file(self.folder, rank), -1)) for rank in self.processes}
         self._send(STACKS)
         time.sleep(DUMP_SECONDS)
@@ -191,7 +213,7 @@ class _Supervision:
         self.relay.skip()
         for rank, size in before.items():
             stacks = _tail(_stderr_file(self.folder, rank), -1)[size:]
-            print(f"rank {rank} did not stop within {GRACE_SECONDS:g} s and was killed; it was here:\n{stacks}", end="", file=sys.stderr, flush=True)
+            print(f"rank {rank} {how}\n{stacks}", end="", file=sys.stderr, flush=True)
 
     def _failures(self) -> list[_End]:
         """Ranks that failed by themselves, the first one first; those that have said so but are still there, too."""
@@ -203,7 +225,7 @@ class _Supervision:
     def _show_first(self) -> None:
         """Show what the first failing rank said, once; the others' words are consequences."""
         failures = self._failures()
-        if self.first is not None:
+        if self.first is not None or self.hung:
             return
         if not failures or (self.signals.got and any(end.ours for end in self.ends.values())):  # stopped before it could stop in order
             if not self.processes:
@@ -224,8 +246,12 @@ class _Supervision:
         print(text, end="", file=sys.stderr, flush=True)
 
     def _code(self) -> int:
+        if self.hung:
+            return HUNG
         if self.first is not None:
             code = self.first.code
+            if code == OUT_OF_MEMORY and self.signals.got:
+                return STOPPED  # somebody wants it to end: that it may start again can wait
             return code if code > 0 else 1
         if any(end.code for end in self.ends.values()):
             return STOPPED
@@ -333,7 +359,7 @@ class _Signals:
                 signal.signal(number, self.hear)
 
 
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @contextmanager

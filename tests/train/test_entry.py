@@ -12,7 +12,8 @@ from megadcp.backends import te_probe
 from megadcp.config.check import UserError
 from megadcp.config.run_file import from_dict, load_run
 from megadcp.config.schema import Config
-from megadcp.train import entry
+from megadcp.train import entry, resume
+from megadcp.train.run_folder import keep_folder
 
 HARDWARE = {
     "name": "test", "gemm_flops": {"fp32": 1e9, "bf16": 1e9, "fp8": 1e9}, "gemm_half_tokens": 1, "attention_flops": 1e9, "attention_half_length": 1,
@@ -35,7 +36,7 @@ class Trainer:
         self.stop_at = 0
         self.shown: list[Path] = []
 
-    def train(self, config: Config, folder: Path) -> int:
+    def train(self, config: Config, folder: Path, world: object, stop: object) -> int:
         assert load_run(folder) == config, "run.yaml is what the training gets"
         self.events.append("train")
         done = self.stop_at or config.run.steps
@@ -158,7 +159,7 @@ def test_every_free_prefix_names_settings() -> None:
     from megadcp.config.schema import settings
 
     names = [name for name, _ in settings()]
-    for prefix in entry.FREE:
+    for prefix in resume.FREE:
         assert any(name.startswith(prefix) for name in names), prefix
 
 
@@ -231,7 +232,7 @@ def test_what_can_not_run_here_leaves_nothing(trainer: Trainer, monkeypatch: pyt
 def test_only_one_process_trains_in_a_folder(trainer: Trainer) -> None:
     trainer.stop_at = 5
     entry.start(config())
-    with entry._only_process(Path("runs/a")):
+    with keep_folder(Path("runs/a"), print):
         assert "another process is training in runs/a" in refused(config())
     assert entry.start(config()) == 75
 
@@ -250,7 +251,7 @@ def test_a_result_of_fewer_steps_is_no_end(trainer: Trainer) -> None:
 
 
 def test_a_run_refused_before_its_first_step_does_not_hold_its_name(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(config: Config, folder: Path) -> int:
+    def refuse(config: Config, folder: Path, world: object, stop: object) -> int:
         raise UserError("the data can't be opened")
 
     monkeypatch.setattr(sys.modules["megadcp.train.loop"], "train", refuse)

@@ -15,6 +15,7 @@ from megadcp.config.schema import (
     DataConfig,
     GemmFlops,
     HardwareConfig,
+    HealthConfig,
     LogConfig,
     ModelConfig,
     OptimConfig,
@@ -64,6 +65,7 @@ def config(prefix: str, **changes: Any) -> Config:
         "optim": OptimConfig(lr=1e-2, warmup_steps=3),
         "checkpoint": CheckpointConfig(every=5, keep_last=2),
         "log": LogConfig(every=10, console="plain"),
+        "health": HealthConfig(straggler_factor=0.0),
         "cluster": ClusterConfig(device="cpu", threads=1),
         "hardware": HARDWARE,
     }  # fmt: skip
