@@ -47,6 +47,7 @@ from megadcp.train import checkpoint
 from megadcp.train.adaptive_planner import adaptive_planner_for
 from megadcp.train.describe import describe
 from megadcp.train.evaluate import count_targets_of_training, evaluate, unigram_entropy, validation_line
+from megadcp.train.export import Exporter
 from megadcp.train.finish import draw, show_result, whole_model, write_result, write_sample
 from megadcp.train.health import BadSteps, Heart, Rollback
 from megadcp.train.incidents import add_incident
@@ -59,6 +60,7 @@ from megadcp.train.run_folder import RunFolder
 from megadcp.train.schedule import learning_rate
 from megadcp.train.signals import STOPPED, StopRequest
 from megadcp.train.state import TrainState, choose_device, new_state, seed_random
+from megadcp.train.weights import start_from
 
 FINISHED, FAILED = 0, 1
 Value = TypeVar("Value")
@@ -83,6 +85,7 @@ class _Run:
     world: World | None
     saver: checkpoint.Saver
     heart: Heart
+    exporter: Exporter
     saved_step: int = -1
     slow: set[int] = field(default_factory=set)  # lanes that were told of
     asked: float = 0.0  # whether any rank wants to stop, as the ranks last agreed
@@ -153,11 +156,13 @@ def _live(session: _Session, back: Rollback | None) -> int | Rollback:
                 run = _open(session, worker if config.plan.worker == "process" and config.plan.ahead else None, back)
             held.callback(run.metrics.close)
             held.callback(run.saver.close)
+            held.callback(run.exporter.close)
             outcome = _steps(run, session.stop)
             run.saver.finish()
             if outcome == FINISHED:
                 session.heart.beat("finishing", run.state.progress.step)
                 _finish(run)
+                run.exporter.finish(partial(session.heart.beat, "exporting", run.state.progress.step))
             return outcome
     except checkpoint.SaveFailed as error:  # on all ranks
         console.say(f"FAILED after step {0 if run is None else run.state.progress.step}: {error}")
@@ -261,7 +266,9 @@ def _open(session: _Session, worker: PlanWorker | None, back: Rollback | None) -
         metrics = NoMetrics(_first(world, lambda: set()))
     saver = checkpoint.Saver(folder, config.checkpoint, console.say, state.world)
     heart = session.heart
-    run = _Run(config, folder, console, source, held_out, plan_for, plan_as_configured, worker, tokenizer, state, metrics, plans, world, saver, heart)
+    exporter = Exporter(folder, config, console.say, world is None or world.rank == 0)
+    plans_for = plan_for, plan_as_configured
+    run = _Run(config, folder, console, source, held_out, *plans_for, worker, tokenizer, state, metrics, plans, world, saver, heart, exporter)
     _open_adaptive(run, planner.basis, found)
     if worker is not None and adaptive is not None:
         worker.more = in_force
@@ -274,6 +281,7 @@ def _open(session: _Session, worker: PlanWorker | None, back: Rollback | None) -
             _go_on_differently(run, back)
     else:
         seed_random(config.run.seed)
+        start_from(state, console.say)
         console.say(f"starting at step 0 of {config.run.steps:,}")
     if last_step < config.run.steps:
         share = sum(box.nbytes for box in state.boxes())
@@ -394,6 +402,7 @@ def _end_of_step(run: _Run, stop: StopRequest) -> bool:
     """Save and validate where that is due, or save because somebody wants the run to stop; whether it does."""
     config, step = run.config, run.state.progress.step
     run.saver.poll()
+    run.exporter.poll()
     stopping = bool(stop) if run.state.pool is None else bool(run.asked)
     last = step == config.run.steps
     saves = stopping or last or (config.checkpoint.every and step % config.checkpoint.every == 0)
@@ -535,6 +544,7 @@ def _save(run: _Run) -> None:
     run.metrics.sync()
     run.saver.save(step, run.state.boxes(), run.state.meta(), run.state.own_meta())
     run.saved_step = step
+    run.exporter.saving(step)
 
 
 def _validate_if_due(run: _Run) -> bool:
