@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from megadcp.backends import apex_backend
 from megadcp.backends.torch_backend import Embedding, TorchBackend
 from megadcp.backends.torch_fp8 import product_of
+from megadcp.config.check import UserError
 from megadcp.mesh.groups import Group
+from megadcp.nn import compiled
 from megadcp.nn.shard import mark
 from megadcp.parallel.product import PLAIN, PlainProduct, Product
 from megadcp.parallel.tensor import ColumnLinear, Places, RowLinear, VocabularyEmbedding, local_heads, stream_rows
 from megadcp.parallel.tensor_loss import parallel_cross_entropy, whole_logits
+
+FP8_FROM = (8, 9)  # compute capability
 
 
 def torch_backend(
@@ -34,10 +38,24 @@ def _product(dtype: torch.dtype, device: torch.device, fp8: str) -> Product:
     if fp8:
         if dtype != torch.bfloat16:
             raise ValueError(f"{fp8} rounds bf16 parameters and activations, not {dtype}")
+        if fp8 == "fp8_current" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_FROM:
+            have = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            raise UserError(f"precision.format={fp8}: this GPU has compute capability {have}, fp8 products need 8.9 or newer; legal here: bf16, fp32")
         return product_of(fp8)
     if dtype == torch.bfloat16 and device.type == "cuda" and apex_backend.probe().wgrad:
         return PlainProduct(apex_backend.add_product())
     return PLAIN
+
+
+def explain(device: torch.device, fp8: str = "") -> str:
+    """What the torch backend runs on, in one line: what a GPU lacks for full speed is named."""
+    products = {"fp8_current": "fp8_current through torch._scaled_mm", "fp8_block": "fp8_block, rounded and multiplied in bf16"}
+    parts = [f"linears in {products[fp8]}"] if fp8 else []
+    if device.type == "cuda":
+        lacking = compiled.missing()
+        parts.append(f"norm, rope and gated product not compiled, for want of {lacking}" if lacking else "norm, rope and gated product compiled")
+        parts.append(apex_backend.probe().message)
+    return "; ".join(parts) or "PyTorch's own kernels"
 
 
 class ShardedBackend(TorchBackend):

@@ -17,13 +17,17 @@ Formula = TypeVar("Formula", bound=Callable[..., object])
 
 def compiles(x: Tensor) -> bool:
     """Whether formulas over x are compiled: on a GPU with Triton and a C compiler for its launchers."""
-    return x.is_cuda and _can_compile()
+    return x.is_cuda and not missing()
 
 
 @functools.cache
-def _can_compile() -> bool:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and importlib.util.find_spec("triton") is not None
+def missing() -> str:
+    """What the compiler lacks on this machine; nothing is an empty string."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton"
+    if not (os.environ.get("CC") or any(shutil.which(name) for name in ("cc", "gcc", "clang"))):
+        return "a C compiler (cc, gcc or clang)"
+    return ""
 
 
 def fused(x: Tensor, formula: Formula) -> Formula:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megadcp.backends.choose import choose
+from megadcp.backends.torch_sharded import explain
 from megadcp.config.schema import Config
 from megadcp.data.step_documents import DocumentSource, ValidationSet
 from megadcp.data.tokenizer import Tokenizer
@@ -107,7 +108,9 @@ def _device(config: Config, device: torch.device) -> str:
 def _backend(config: Config, device: torch.device) -> str:
     choice, precision = choose(config.precision, device), config.precision
     ends = f"; the first and last {precision.bf16_ends} layers stay in bf16" if precision.bf16_ends else ""
-    return f"backend: {choice.name} ({choice.why}){ends}"
+    fp8 = precision.format if precision.format.startswith("fp8") else ""
+    kernels = f"; {explain(device, fp8)}" if choice.te is None else ""
+    return f"backend: {choice.name} ({choice.why}){kernels}{ends}"
 
 
 def _memory(config: Config, device: torch.device) -> list[str]:

@@ -11,6 +11,8 @@ import torch
 
 from megadcp.backends import apex_backend, torch_sharded
 from megadcp.backends.torch_backend import TorchBackend
+from megadcp.config.check import UserError
+from megadcp.nn import compiled
 from megadcp.parallel.product import PLAIN, PlainProduct
 
 BOOM = "raise RuntimeError('looking for apex must not run it')\n"
@@ -192,3 +194,24 @@ def test_fused_sums_are_for_bf16_on_a_gpu(monkeypatch, dtype, device, there, fus
     assert product.fused == fused
     assert isinstance(product, PlainProduct)
     assert (product is PLAIN) != fused
+
+
+def test_a_run_says_what_it_lacks(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(apex_backend, "probe", lambda: apex_backend.Apex(False, False, "NVIDIA apex is not installed; it is optional"))
+    monkeypatch.setattr(compiled, "missing", lambda: "Triton")
+    assert torch_sharded.explain(torch.device("cpu")) == "PyTorch's own kernels"
+    assert torch_sharded.explain(torch.device("cpu"), "fp8_current") == "linears in fp8_current through torch._scaled_mm"
+    assert torch_sharded.explain(cuda, "fp8_block").startswith(
+        "linears in fp8_block, rounded and multiplied in bf16; norm, rope and gated product not"
+    )
+    assert "for want of Triton; NVIDIA apex is not installed" in torch_sharded.explain(cuda)
+    monkeypatch.setattr(compiled, "missing", lambda: "")
+    assert "gated product compiled; " in torch_sharded.explain(cuda)
+
+
+def test_old_gpus_are_refused_for_fp8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(UserError, match=r"compute capability 8\.0, fp8 products need 8\.9 or newer; legal here: bf16, fp32"):
+        torch_sharded.torch_backend(torch.bfloat16, "cuda", fp8="fp8_current")
+    torch_sharded.torch_backend(torch.bfloat16, "cuda", fp8="fp8_block")
