@@ -26,6 +26,7 @@ from megadcp.backends.te_remake import Remaking
 from megadcp.backends.torch_sharded import torch_backend
 from megadcp.mesh.groups import Group
 from megadcp.nn.backend import PackedTokens, Placement
+from megadcp.plan.basis import unit_of
 
 RECIPES = {"fp8_current": "Float8CurrentScaling", "fp8_block": "Float8BlockScaling"}
 Core = Callable[[Tensor, Tensor, Tensor, PackedTokens, Placement], Tensor]
@@ -54,7 +55,7 @@ class TeBackend:
         self._torch = torch_backend(dtype, device, tp, sequence_parallel)
         self._recipe = getattr(te.recipe, RECIPES[fp8])() if fp8 else None
         self._remaking = Remaking()
-        self._tools = Tools(te, tp, sequence_parallel, self._remaking, self._unquantised)
+        self._tools = Tools(te, tp, sequence_parallel, self._remaking, unit_of(fp8) if fp8 else 1, self._unquantised)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------------------------------------------- precision

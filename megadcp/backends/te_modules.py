@@ -26,12 +26,16 @@ NORMALIZATION = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 @dataclass(frozen=True)
 class Tools:
-    """What all parts of one model share. tp None: nothing is sharded. unquantised: entered around linears that stay in the model's format."""
+    """What all parts of one model share. tp None: nothing is sharded.
+
+    unit: what the rows of a quantised product are a multiple of. unquantised: entered around linears that stay in the model's format.
+    """
 
     te: Te
     tp: Group | None
     sequence_parallel: bool
     remaking: Remaking
+    unit: int
     unquantised: Callable[[], AbstractContextManager[Any]]
 
     def parallel(self, kind: str) -> dict[str, Any]:
@@ -116,7 +120,9 @@ class TeLinear(nn.Module):
     def _call(self, module: Any, x: Tensor) -> Tensor:
         # Decided by each call: the sums to add to are offered after the model is made, and not to every model.
         module.fuse_wgrad_accumulation = total_of(self.get_parameter("weight")) is not None
-        if self._quantised:
+        # Plans pad for training and validation; generated text has any length.
+        fits = torch.is_grad_enabled() or x.shape[0] % self._tools.unit == 0
+        if self._quantised and fits:
             out: Tensor = module(x, is_first_microbatch=None)  # None: weights are cast anew, and no sum is ever overwritten
             return out
         with self._tools.unquantised():

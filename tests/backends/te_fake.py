@@ -157,7 +157,7 @@ class Linear(Base):
         assert given.get("is_first_microbatch") is None
         assert all(each.dtype == inp.dtype and not each.is_meta for each in self.parameters())
         self.check_rows(inp)
-        self.recorder.note("linear", name=self.symbol, fp8=self.recorder.fp8, mode=self.mode, regions=len(self.recorder.regions))
+        self.recorder.note("linear", name=self.symbol, fp8=self.recorder.fp8, mode=self.mode, grad=torch.is_grad_enabled())
         x, sharded = self.normalised(inp), self.ranks > 1
         if sharded and self.mode == "column":
             x = (Gather if self.sequence_parallel else Copy).apply(x, self.handle)

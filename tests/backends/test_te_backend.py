@@ -260,6 +260,20 @@ def test_evaluation_runs_the_fused_way():
     assert not recorder.of("checkpoint")
 
 
+def test_text_of_any_length_in_fp8():
+    """Generation has as many rows as there are tokens: what fp8 can't multiply runs in bf16. Training must not get there: it is refused."""
+    recorder = te_fake.Recorder(unit=16)
+    made = te_model(fp8_config(), recorder, fp8="fp8_current")
+    for length in (1, 5, 16, 33):
+        batch = pack(documents([length], 61))
+        with torch.no_grad():
+            logits = made.logits(batch, place())
+            assert distance(logits, model(fp8_config(), WIDE).logits(batch, place())) < 1e-11
+    assert [one["fp8"] for one in recorder.of("linear")] == [length == 16 for length in (1, 5, 16, 33) for _ in range(16)]
+    with pytest.raises(AssertionError, match="fp8 can't multiply"):
+        made(batch, place())
+
+
 # ------------------------------------------------------------------------------------------------------- weight gradients
 def test_weight_gradients_go_to_the_sums_that_are_offered():
     """fp32 sums beside bf16 weights: the products are added there, and what comes as gradient is never read."""

@@ -66,7 +66,7 @@ def test_only_one_function_imports_it():
 
 def test_keywords_of_linears_bind():
     """What is passed by ** is bound here; all other calls bind in every test that uses the stand-in."""
-    tools = te_modules.Tools(None, None, True, None, None)
+    tools = te_modules.Tools(None, None, True, None, 1, None)
     for symbol in ("pytorch.Linear.__init__", "pytorch.LayerNormLinear.__init__"):
         signature(symbol).bind(32, 64, **tools.parallel("column"))
     with pytest.raises(TypeError):
