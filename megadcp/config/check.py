@@ -24,8 +24,8 @@ def check(config: Config) -> None:
         UserError: the first contradiction found.
     """
     parts = (
-        _choices, _ranges, _run, _model, _rope, _layout, _stages, _data, _sources, _split, _plan, _optim, _precision, _checkpoint, _health, _allowed,
-        _environment,
+        _choices, _ranges, _run, _model, _rope, _layout, _stages, _graphs, _data, _sources, _split, _plan, _optim, _precision, _checkpoint, _health,
+        _log, _allowed, _environment,
     )  # fmt: skip
     for part in parts:
         part(config)
@@ -54,6 +54,7 @@ ABOVE_ZERO = {
     "model.init_std", "optim.lr", "optim.eps", "hardware.gemm_flops.fp32", "hardware.gemm_flops.bf16", "hardware.gemm_flops.fp8",
     "hardware.attention_flops", "hardware.node_bytes", "hardware.net_bytes", "hardware.memory_bytes", "hardware.usable_fraction",
     "hardware.reduce_bytes", "hardware.memory_bandwidth", "hardware.peak_flops", "health.other_timeout_s", "health.oom_factor",
+    "log.tracker_timeout_s",
 }  # fmt: skip
 BELOW_ONE = {"health.oom_factor", "optim.beta1", "optim.beta2", "model.embedding_dropout", "model.residual_dropout"}
 UP_TO_ONE = {"optim.min_lr_share", "optim.decay_share", "hardware.tp_exposed", "hardware.usable_fraction", "hardware.reduce_overlap"}
@@ -205,6 +206,22 @@ def _stages(config: Config) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------- data
+def _graphs(config: Config) -> None:
+    parallel, precision = config.parallel, config.precision
+    if not parallel.cuda_graphs:
+        return
+    asked = f"parallel.cuda_graphs={parallel.cuda_graphs}"
+    if parallel.pp > 1 or parallel.tp > 1:
+        raise UserError(
+            f"{asked} needs one microbatch under way at a time and layers without messages, but parallel.pp={parallel.pp} and "
+            f"parallel.tp={parallel.tp}; set 0, or both to 1"
+        )
+    if precision.format != "bf16" or precision.backend == "te":
+        raise UserError(
+            f"{asked} is for precision.format=bf16 and precision.backend=torch, not for {precision.format} and {precision.backend}; set 0, or those"
+        )
+
+
 def _data(config: Config) -> None:
     data = config.data
     if data.mode == "documents" and data.max_length < 2:
@@ -311,6 +328,15 @@ def _checkpoint(config: Config) -> None:
     if keep and (not every or keep % every):
         legal = f"a multiple of {every}" if every else "a multiple of checkpoint.every, which is 0 (saves at the end only)"
         raise UserError(f"checkpoint.keep_every={keep} names steps that are not saved; legal here: {legal}, or 0 for none")
+
+
+def _log(config: Config) -> None:
+    log, world = config.log, config.cluster.world
+    if log.profile_steps and (len(log.profile_steps) != 2 or min(log.profile_steps) < 1):
+        raise UserError(f"log.profile_steps={list(log.profile_steps)} is no window; legal here: [FIRST,COUNT], both 1 or more, or [] for none")
+    wrong = [rank for rank in log.profile_ranks if not 0 <= rank < world]
+    if wrong:
+        raise UserError(f"log.profile_ranks names rank {wrong[0]}, but there are {world}; legal here: 0 to {world - 1}")
 
 
 def _allowed(config: Config) -> None:

@@ -135,6 +135,7 @@ class ParallelConfig:
     stage_layers: tuple[int, ...] = setting((), "layers", "layers of each stage; empty divides them evenly")
     sequence_parallel: bool = setting(True, "flag", "norms and residuals sharded over tp along the tokens")
     max_cp: int = setting(0, "lanes", "largest context-parallel group the plan may use; 0 is all lanes")
+    cuda_graphs: int = setting(0, "sizes", "token counts of microbatches whose layers run as CUDA graphs, memory beside the plan's; 0: none")
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,16 @@ class LogConfig:
 
     every: int = setting(10, "steps", "steps between console lines; metrics.jsonl has every step")
     console: str = setting("auto", "name", "rich on a terminal, plain lines otherwise", ("auto", "rich", "plain"))
+    tensorboard: bool = setting(False, "flag", "metrics also for TensorBoard, in the run folder's tensorboard/")
+    wandb: bool = setting(False, "flag", "metrics also for Weights & Biases; a run that goes on stays the same run there")
+    wandb_mode: str = setting("auto", "name", "auto: online with a key, else offline files in the run folder", ("auto", "online", "offline"))
+    wandb_project: str = setting("megadcp", "name", "project there")
+    wandb_entity: str = setting("", "name", "team or user there; empty takes the key's default")
+    wandb_tags: tuple[str, ...] = setting((), "names", "tags of the run there")
+    tracker_timeout_s: float = setting(60.0, "s", "a tracker that has not finished so long after the run is stopped; metrics.jsonl has all rows")
+    timeline_every: int = setting(100, "steps", "steps whose begin and end of every action is kept for tools/timeline.py, and the last; 0: none")
+    profile_steps: tuple[int, ...] = setting((), "steps", "[first, count]: these steps are traced by torch.profiler into profile/; empty: none")
+    profile_ranks: tuple[int, ...] = setting((0,), "ranks", "ranks whose trace is written")
 
 
 @dataclass(frozen=True)
