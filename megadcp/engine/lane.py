@@ -106,6 +106,8 @@ class _Runner:
         batch, placement = self.batches[action.slot], self.shares[action.slot].placement
         if action.chunk == self.chunks - 1:
             del self.batches[action.slot]  # the graph holds what the backward needs of it
+        if self.engine.graphs is not None:
+            self.engine.graphs.before(batch.tokens.shape[0])
         model, part = self.engine.model, self.engine.part
         if part is None or part.stages == 1:
             loss: Tensor = model(batch, placement)

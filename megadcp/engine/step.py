@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megadcp.data.batch import Pack
 from megadcp.engine.agree import agree
+from megadcp.engine.graphs import Graphs
 from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane
 from megadcp.engine.measure import Measured, Stopwatch
 from megadcp.engine.transfer import to_device
@@ -50,7 +51,7 @@ class EarlyUpdater(Protocol):
 class Engine:
     """What a step needs on one rank: the model or its part, where its gradients are summed, and what updates it.
 
-    clip_norm 0 does not clip. pool: the groups of all ranks; None: this process runs alone.
+    clip_norm 0 does not clip. pool: the groups of all ranks; None: this process runs alone. graphs: None: kernels are launched one by one.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Engine:
     device: torch.device
     clip_norm: float = 0.0
     pool: GroupPool | None = None
+    graphs: Graphs | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -6,6 +6,7 @@ again; full makes the layer again from its input. What each keeps is in docs/pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from megadcp.nn.attention import Attention
 from megadcp.nn.backend import Backend, PackedTokens, Placement
 from megadcp.nn.dropout import dropout
 from megadcp.nn.mlp import Mlp
+
+Function = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,25 +46,32 @@ class Block(nn.Module):
         self.attention = Attention(config, backend, self.attention_norm)
         self.mlp_norm = backend.norm(config.norm, config.hidden, config.norm_eps)
         self.mlp = Mlp(config, backend, self.mlp_norm)
+        self.graphs: dict[int, tuple[Function, Function]] = {}  # by tokens: `project` and `feed_forward` as engine/graphs.py makes them
 
     def forward(self, x: Tensor, run: Run, level: str) -> Tensor:
         """One layer at one recompute level; all levels give the same bits."""
         if level == "full":
-            return self.recompute(lambda x: self._layer(x, run, "none"), x)
+            return self.recompute(lambda x: self._layer(x, run, "again"), x)
         return self._layer(x, run, level)
 
     def _layer(self, x: Tensor, run: Run, level: str) -> Tensor:
-        qkv = self.remake(self._qkv, x) if level == "selective" else self._qkv(x)
+        project: Function = self.project
+        feed_forward: Function = self.feed_forward
+        if self.graphs and level == "none" and self.training:
+            project, feed_forward = self.graphs.get(x.shape[0], (project, feed_forward))
+        qkv = self.remake(project, x) if level == "selective" else project(x)
         branch = self.attention.attend(qkv, run.rope, run.batch, run.placement)
         x = x + dropout(branch, run.rows, self.sites[0], self.probability)
-        return x + dropout(self._mlp_at(level, x), run.rows, self.sites[1], self.probability)
+        out = self._mlp_at(level, x) if level in ("selective", "mlp") else feed_forward(x)
+        return x + dropout(out, run.rows, self.sites[1], self.probability)
 
     def _mlp_at(self, level: str, x: Tensor) -> Tensor:
         if level == "selective":
             return self.remake(self.mlp.project, self.remake(self._up, x))
-        return self.recompute(self._mlp, x) if level == "mlp" else self._mlp(x)
+        return self.recompute(self.feed_forward, x)
 
-    def _qkv(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of a residual stream."""
         out: Tensor = self.attention.qkv(self.attention_norm(x))
         return out
 
@@ -69,5 +79,6 @@ class Block(nn.Module):
         out: Tensor = self.mlp.up(self.mlp_norm(x))
         return out
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The MLP's branch of a residual stream."""
         return self.mlp.project(self._up(x))

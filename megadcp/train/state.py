@@ -16,6 +16,7 @@ from megadcp.backends.choose import make_backend
 from megadcp.config.check import UserError
 from megadcp.config.run_file import to_dict
 from megadcp.config.schema import Config
+from megadcp.engine.graphs import Graphs
 from megadcp.engine.refit import Refit
 from megadcp.engine.step import Engine
 from megadcp.engine.stragglers import LaneSpeeds
@@ -69,11 +70,12 @@ class TrainState:
     refit: Refit | None = None
     lanes: LaneSpeeds | None = None
     bad_steps: BadSteps | None = None
+    graphs: Graphs | None = None
 
     @property
     def engine(self) -> Engine:
         """What the engine needs of it."""
-        return Engine(self.model, self.gradients, self.optimizer, self.device, self.config.optim.clip_norm, self.pool)
+        return Engine(self.model, self.gradients, self.optimizer, self.device, self.config.optim.clip_norm, self.pool, self.graphs)
 
     @property
     def world(self) -> Group:
@@ -199,8 +201,10 @@ def new_state(config: Config, device: torch.device, order: str = "", tokenizer: 
     if dtype != torch.float32:
         masters = weights(build_model(config, device, torch.float32, pool))
     gradients = GradientBuffers(model.named_parameters(), pool, config.model.tied)
-    optimizer = Optimizer(model, gradients, make_backend(config.precision, dtype, device), config.optim, masters)
-    return TrainState(config, device, model, optimizer, gradients, Progress(), order, tokenizer, pool)
+    backend = make_backend(config.precision, dtype, device)
+    optimizer = Optimizer(model, gradients, backend, config.optim, masters)
+    graphs = Graphs.of(model, config.parallel.cuda_graphs, device, backend.name, optimizer.wait)
+    return TrainState(config, device, model, optimizer, gradients, Progress(), order, tokenizer, pool, graphs=graphs)
 
 
 def build_model(config: Config, device: torch.device, dtype: torch.dtype, pool: GroupPool | None = None) -> GPT:

@@ -77,6 +77,8 @@ QUICKSTART_FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__rope__scaling": "yarn", "model__rope__factor": 0.5}, ["model.rope.factor=0.5", "model.rope.scaling=yarn"]),
     ({"model__rope__scaling": "yarn", "model__rope__beta_slow": 40.0}, ["model.rope.beta_slow=40.0", "model.rope.beta_fast=32.0"]),
     ({"model__rope__scaling": "llama3", "model__rope__low_freq_factor": 4.0}, ["model.rope.low_freq_factor=4.0", "model.rope.high_freq_factor=4.0"]),
+    ({"parallel__cuda_graphs": -1}, ["parallel.cuda_graphs=-1", "0 and above"]),
+    ({"parallel__cuda_graphs": 2}, ["parallel.cuda_graphs=2", "precision.format=bf16", "not for fp32"]),
     ({"data__max_length": 1}, ["data.max_length=1", "2 or more"]),
     ({"data__tokens_per_step": 511}, ["data.tokens_per_step=511", "data.max_length=512", "at least 512"]),
     ({"data__mode": "stream", "data__tokens_per_step": 1000}, ["data.mode=stream", "data.tokens_per_step=1000", "512 or 1024"]),
