@@ -19,7 +19,7 @@ from megadcp.config.schema import Config, SourceConfig, TokenizerConfig
 from megadcp.data.manifest import Counts, Manifest, Origin
 from megadcp.data.tokenizer import open_tokenizer
 from megadcp.plan.plan_file import read_plans
-from megadcp.train import checkpoint, checkpoint_write, loop
+from megadcp.train import checkpoint, checkpoint_write, loop, session
 from megadcp.train.finish import show_result
 from megadcp.train.loop import FAILED, FINISHED, STOPPED, train
 from megadcp.train.metrics import MetricsFile, read_metrics
@@ -334,7 +334,7 @@ def test_packed_plans_without_zstandard_are_refused_at_once(prefix, tmp_path, mo
 # ------------------------------------------------------------------------------------------------------------ bad steps
 def spoil(monkeypatch, steps: set[int], value: float) -> None:
     """A gradient of one parameter becomes `value` in the given steps."""
-    new_state = loop.new_state
+    new_state = session.new_state
 
     def made(*arguments):
         state = new_state(*arguments)
@@ -342,7 +342,7 @@ def spoil(monkeypatch, steps: set[int], value: float) -> None:
         weight.register_hook(lambda gradient: gradient * value if state.progress.step in steps else gradient)
         return state
 
-    monkeypatch.setattr(loop, "new_state", made)
+    monkeypatch.setattr(session, "new_state", made)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
