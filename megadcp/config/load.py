@@ -72,10 +72,13 @@ def command_line(run: Callable[[Config], int], configs: Path) -> int:
     arguments = get_args_parser().parse_args()
     source = Source(Path(arguments.config_path or configs).absolute(), arguments.config_name or "config", arguments.config_dir)
     codes: list[int] = []
+    here = os.getpid()
 
     def job(node: DictConfig) -> int:
         if not {os.EX_TEMPFAIL, INTERRUPTED} & set(codes):  # stopped by a signal: that ends a sweep, too
             codes.append(reported(lambda: run(_job_config(node))))
+        if codes[-1] and os.getpid() != here:  # a launcher has carried the job elsewhere: an exception is all that it brings back
+            raise RuntimeError(f"the job ended with exit code {codes[-1]}")
         return codes[-1]
 
     def start() -> int:

@@ -19,9 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from megadcp.train.job import NODE_FOLDER, ask_to_stop, was_stopped
 from megadcp.train.signals import STOPPED
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGTERM)
 LAST_SECONDS = 3.0  # in which the other nodes leave
@@ -63,7 +67,7 @@ def _node_rank(arguments: list[str]) -> list[str]:
     return [] if given or not node else [f"--node-rank={node}"]
 
 
-def _failed(failures: dict) -> int:  # type: ignore[type-arg]
+def _failed(failures: dict[int, ProcessFailure]) -> int:
     """The exit code of a node on which ranks failed, and a line that names the first one. Its traceback is in the log already."""
     codes = {failure.exitcode for failure in failures.values()}
     if STOPPED in codes and codes <= {STOPPED, -signal.SIGTERM}:

@@ -33,14 +33,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "megadcp.train.torchrun",
-            f"--nproc-per-node={processes}",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-        ]
+        options = [f"--nproc-per-node={processes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
         clean = {name: text for name, text in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC", "MEGADCP"))}
         clean |= {"OMP_NUM_THREADS": "1", **environment}
         command = [sys.executable, "-m", "megadcp.train.torchrun", *options, *arguments]
