@@ -126,7 +126,9 @@ class _Runner:
         """Measure an action."""
         if action == self.last:
             self.engine.gradients.last_microbatch(self._reached(action.chunk))
-        with self.watch.action(action.slot, action.kind == FORWARD):
+        one = self.shares[action.slot].microbatch
+        name = f"{action.kind}{action.slot}{f'.{action.chunk}' if self.chunks > 1 else ''} cp{one.cp}"  # as render_trace.py names it
+        with self.watch.action(action.slot, action.kind == FORWARD, action.chunk, name):
             yield
 
     def _reached(self, chunk: int) -> Iterable[nn.Parameter] | None:

@@ -8,8 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
+
+from megadcp.plan.actions import BACKWARD, FORWARD
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,16 @@ class Measured:
     seconds: float
     predicted_bytes: int
     bytes: int
+
+
+class Timed(NamedTuple):
+    """An action that a rank has run: seconds from the begin of its step, which all ranks reach together (agree.py)."""
+
+    slot: int
+    kind: str
+    chunk: int
+    begin: float
+    end: float
 
 
 def resident_bytes() -> int:
@@ -57,20 +71,24 @@ class Stopwatch:
         self.device = device
         self.memory_bytes = 0
         self._marks: list[tuple[int, object, object]] = []
+        self._names: list[tuple[str, int]] = []  # kind and chunk of each mark
+        self._zero = self._mark()
         self._kept: defaultdict[int, int] = defaultdict(int)
         self._bytes: defaultdict[int, int] = defaultdict(int)
 
     @contextmanager
-    def action(self, slot: int, forward: bool) -> Iterator[None]:
-        """Around one forward or backward of (a chunk of) a microbatch."""
+    def action(self, slot: int, forward: bool, chunk: int = 0, name: str = "") -> Iterator[None]:
+        """Around one forward or backward of (a chunk of) a microbatch. `name`: what profilers show."""
         cuda = self.device.type == "cuda"
         before = 0
         if cuda:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         begin = self._mark()
-        yield
+        with _named(name, cuda):
+            yield
         self._marks.append((slot, begin, self._mark()))
+        self._names.append((FORWARD if forward else BACKWARD, chunk))
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device)
             self._note(slot, self._kept[slot] + peak - before, peak)
@@ -98,9 +116,29 @@ class Stopwatch:
             seconds[slot] += _between(begin, end)
         return {slot: (seconds[slot], self._bytes[slot]) for slot in sorted(seconds)}
 
+    def actions(self) -> tuple[Timed, ...]:
+        """Everything that was run, in order; on a GPU call it once the step has been waited for."""
+        return tuple(
+            Timed(slot, kind, chunk, _between(self._zero, begin), _between(self._zero, end))
+            for (slot, begin, end), (kind, chunk) in zip(self._marks, self._names, strict=True)
+        )
+
     def span(self) -> float:
         """Seconds from the begin of the first action to the end of the last, waiting included; 0 without any."""
         return _between(self._marks[0][1], self._marks[-1][2]) if self._marks else 0.0
+
+
+@contextmanager
+def _named(name: str, cuda: bool) -> Iterator[None]:
+    """A range of this name for torch.profiler, and on a GPU for NVTX, which nsys shows. Without a profiler both cost microseconds."""
+    with record_function(name or "action"):
+        if cuda:
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if cuda:
+                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
 def _between(begin: object, end: object) -> float:

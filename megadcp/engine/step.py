@@ -14,7 +14,7 @@ from megadcp.data.batch import Pack
 from megadcp.engine.agree import agree
 from megadcp.engine.graphs import Graphs
 from megadcp.engine.lane import Share, check_layout, count_targets, lane_shares, run_lane
-from megadcp.engine.measure import Measured, Stopwatch
+from megadcp.engine.measure import Measured, Stopwatch, Timed
 from megadcp.engine.transfer import to_device
 from megadcp.mesh.coords import Coords, Mesh
 from megadcp.mesh.groups import Group, GroupPool
@@ -97,7 +97,7 @@ class StepResult:
     updated: False when the step was skipped, for the reason in `problem`; weights and optimizer are then as before.
     microbatches: those of this rank's lane, on its stage. seconds: the whole step; measured_seconds: what `plan.predicted.seconds` predicts,
     from the first microbatch's begin to the last one's end on this rank; update_seconds: what comes after. memory_bytes: GPU peak, or the
-    resident set on a CPU.
+    resident set on a CPU. actions: what this rank ran when.
     """
 
     loss_sum: float
@@ -110,6 +110,7 @@ class StepResult:
     measured_seconds: float
     update_seconds: float
     memory_bytes: int
+    actions: tuple[Timed, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -151,7 +152,7 @@ def run_step(
     done = time.perf_counter()
     return StepResult(
         verdict.loss_sum, targets, verdict.norm, not problem, problem, beside_predictions(engine, plan, shares, watch),
-        done - begin, watch.span(), done - ran, watch.memory_bytes,
+        done - begin, watch.span(), done - ran, watch.memory_bytes, watch.actions(),
     )  # fmt: skip
 
 

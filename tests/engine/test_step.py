@@ -8,6 +8,7 @@ from engine_helpers import CPU, LENGTHS, MODEL, RandomDocuments, engine, gradien
 
 from megadcp.data.step_documents import IGNORE
 from megadcp.engine.lane import lane_shares
+from megadcp.engine.measure import Stopwatch
 from megadcp.engine.step import run_step, to_device
 from megadcp.plan.step_plan import Recompute
 from megadcp.plan.verify import PlanError
@@ -183,3 +184,21 @@ def test_no_copy_on_the_cpu():
         assert getattr(batch, name).data_ptr() == getattr(pack, name).ctypes.data
     assert batch.cu_seqlens.dtype == torch.int32
     assert batch.cu_seqlens_list == tuple(np.cumsum([0, *LENGTHS]).tolist())
+
+
+def test_actions_say_what_ran_when():
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.action(3, True, 1, "F3.1 cp2"):
+        pass
+    with watch.action(3, False):
+        pass
+    first, second = watch.actions()
+    assert (first.slot, first.kind, first.chunk, second.kind, second.chunk) == (3, "F", 1, "B", 0)
+    assert 0 <= first.begin <= first.end <= second.begin <= second.end
+
+
+def test_profilers_see_the_actions_of_the_plan():
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as found, Stopwatch(torch.device("cpu")).action(3, True, 1, "F3.1 cp2"):
+        torch.zeros(1)
+    assert "F3.1 cp2" in {one.name for one in found.events()}
