@@ -23,7 +23,7 @@ def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_slurm_jobs_are_as_large_as_their_runs(tmp_path: Path) -> None:
     asked = ["cluster.nodes=2", "cluster.processes=4", "hydra.launcher.partition=gpu"]
-    done = call(tmp_path, "hydra/launcher=slurm", *asked, "--cfg", "hydra", "--resolve")
+    done = call(tmp_path, "hydra/launcher=slurm", *asked, "--cfg", "all", "--resolve")
     assert done.returncode == 0, done.stderr
     launcher = yaml.safe_load(done.stdout)["hydra"]["launcher"]
     assert launcher["_target_"].endswith("SlurmLauncher")
