@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megadcp.train import supervise as supervise_module
+from megadcp.train.health import HUNG
 from megadcp.train.supervise import supervise
 
 BEGIN = """
@@ -30,7 +31,7 @@ def wait_for(name):
 class Supervised:
     """A forked supervisor of `processes` ranks that run `script`."""
 
-    def __init__(self, folder: Path, script: str, processes: int = 3, **constants: float) -> None:
+    def __init__(self, folder: Path, script: str, processes: int = 3, logs: str = "logs", **constants: float) -> None:
         self.folder = folder
         (folder / "rank.py").write_text(BEGIN + textwrap.dedent(script), encoding="utf-8")
         self.pid = os.fork()
@@ -43,7 +44,7 @@ class Supervised:
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             for name, value in constants.items():
                 setattr(supervise_module, name, value)
-            code = supervise([sys.executable, str(folder / "rank.py"), str(folder)], processes, logs=folder / "logs")
+            code = supervise([sys.executable, str(folder / "rank.py"), str(folder)], processes, logs=folder / logs)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -206,6 +207,33 @@ def test_ranks_that_ignore_sigterm_are_killed_and_show_where_they_were(tmp_path)
     assert run.seen().startswith("Traceback")
 
 
+def test_a_rank_without_a_sign_of_life_ends_all_with_their_stacks(tmp_path):
+    """Rank 1 stands still; rank 0 waits for it and is on time by its own account."""
+    run = Supervised(
+        tmp_path,
+        """
+        from megadcp.config.schema import HealthConfig
+        from megadcp.train import launch
+        from megadcp.train.health import Heart
+        launch._guard()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        def stands_still():
+            time.sleep(600)
+        with Heart(HealthConfig(step_timeout_s=0.2 if rank else 500.0), folder / "run", rank, 2, "life", True) as heart:
+            heart.took(0.1)
+            heart.step(7, 0.0)
+            stands_still()
+        """,
+        processes=2,
+        logs="run/ranks",
+    )
+    assert run.end() == HUNG
+    assert "rank 1 did not get on for" in run.seen()
+    assert "in a step after step 7: the run hangs, and all ranks are killed" in run.seen()
+    assert run.seen().count("in stands_still") == 2
+    assert "rank 0 was here:\n" in run.seen()
+
+
 STOPPING = """
 from megadcp.train.signals import StopRequest
 with StopRequest() as stop:
@@ -218,7 +246,10 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize(("number", "arrives"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT"), (signal.SIGHUP, "SIGTERM")])
+ARRIVES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
+
+
+@pytest.mark.parametrize(("number", "arrives"), ARRIVES.items())
 def test_a_signal_reaches_all_ranks_and_they_save(tmp_path, number, arrives):
     run = Supervised(tmp_path, STOPPING)
     run.wait_for("ready-0", "ready-1", "ready-2")
@@ -346,9 +377,10 @@ def test_a_command_that_does_not_exist(tmp_path):
 
 
 def test_handlers_are_as_before():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
     assert supervise([sys.executable, "-c", "pass"], 2) == 0
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_torch_ranks_with_a_sum_that_never_ends(tmp_path):
