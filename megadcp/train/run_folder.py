@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from typing import Any
 from megadcp.config.check import UserError
 
 LOCK = ".lock"
+UNFINISHED = re.compile(r"\.(?!lock\.).+\.[0-9]+")  # what `write_text` and the ranks call a file before it is whole
 DEAD_SECONDS = 120.0  # after the last sign of life, where nothing else tells
 
 
@@ -61,11 +63,19 @@ def keep_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         file.truncate()
         json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
         file.flush()
+        _remove_unfinished(folder)
         try:
             yield
         finally:
             file.seek(0)
             file.truncate()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left under temporary names. Nobody else writes here while the folder is held."""
+    for path in [*folder.glob(".*"), *folder.glob("ranks/.*")]:
+        if UNFINISHED.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def sign_of_life(folder: Path) -> None:
