@@ -29,7 +29,7 @@ from megadcp.train.checkpoint_format import (
     index_of_format_1,
     read_json,
 )
-from megadcp.train.checkpoint_place import Say, point_to, remove_leftovers, require_room, saved, set_aside
+from megadcp.train.checkpoint_place import Say, point_to, remove_leftovers, remove_old, require_room, saved, set_aside
 from megadcp.train.checkpoint_read import read_boxes, require_match, whole_boxes
 from megadcp.train.checkpoint_save import SaveFailed, Saver
 from megadcp.train.run_folder import RunFolder
@@ -37,7 +37,7 @@ from megadcp.train.together import ALONE, gather
 
 __all__ = [
     "PREFIX", "Checkpoint", "CheckpointError", "SaveFailed", "Saver", "folder_name", "newest", "open_checkpoint", "read_weights",
-    "remove_leftovers", "require_match", "require_room", "saved", "set_aside",
+    "remove_leftovers", "remove_old", "require_match", "require_room", "saved", "set_aside",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from megadcp.train.resume import check_files, say_changes
 from megadcp.train.run_folder import RunFolder
 from megadcp.train.signals import StopRequest
 from megadcp.train.state import TrainState, choose_device, new_state, seed_random
+from megadcp.train.trackers import TrackedMetrics, open_trackers
 from megadcp.train.weights import start_from
 
 Value = TypeVar("Value")
@@ -219,10 +220,20 @@ def open_run(session: Session, worker: PlanWorker | None, back: Rollback | None)
     if worker is not None and planning.adaptive is not None:
         worker.more = planning.in_force
     _place(run, found, back)
+    if found is not None:
+        first(world, lambda: _remove_old(run))
     if last_step < config.run.steps:
         share = sum(box.nbytes for box in state.boxes())
         checkpoint.require_room(folder, share, config.checkpoint, (last_step, config.run.steps), state.world, console.say)
+    if run.leads:
+        run.metrics = TrackedMetrics(metrics, open_trackers(config, folder.path, last_step, console.say))
     return run
+
+
+def _remove_old(run: Run) -> None:
+    """What a save would have removed that was killed after its checkpoint was complete: it may have been the last one."""
+    with suppress(OSError):  # which the next save will tell
+        checkpoint.remove_old(run.folder, run.config.checkpoint.keep_last, run.config.checkpoint.keep_every)
 
 
 def _open_tokenizer(config: Config) -> Tokenizer | None:
@@ -315,6 +326,8 @@ def save(run: Run) -> None:
         return
     run.heart.beat("saving", step)
     run.metrics.sync()
+    run.saver.finish()
+    run.exporter.poll()  # holds on to what the next save may remove
     run.saver.save(step, run.state.boxes(), run.state.meta(), run.state.own_meta())
     run.saved_step = step
     run.exporter.saving(step)
