@@ -74,7 +74,8 @@ class Fields:
         if left:
             shown = ", ".join(f"{name}={short(self.values[name])}" for name in left)
             raise self.fail(
-                f"fields that this program does not know, so their effect on the model is unknown: {shown}; if they have none, name them as ignored"
+                f"fields that this program does not know, so their effect on the model is unknown: {shown}; where there is none, "
+                "tools/convert_checkpoint.py from-hf takes --ignore FIELD"
             )
 
 

@@ -38,8 +38,8 @@ def start(config: Config) -> int:
     check(config)
     te_probe.refuse(config.precision.backend, config.cluster.device)
     planner_for(config)  # what can't be planned is refused here, not by every rank
-    check_exchange(config)
     folder = Path(config.run.folder) / config.run.name
+    check_exchange(config, begun=_steps_done(folder) > 0)
     if launch.place().by:
         return _as_rank(config, folder)
     if config.cluster.world > 1 and config.cluster.nodes > 1:

@@ -20,8 +20,10 @@ TOKENIZER_FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.
 LOOSE = {"init_std", "depth_scaled_init", "embedding_dropout", "residual_dropout", "rope"}  # may differ from those that weights were trained with
 
 
-def check_exchange(config: Config) -> None:
+def check_exchange(config: Config, begun: bool = False) -> None:
     """Refuse, before anything is made, weights to start from that are of another model, and exports that no family can hold.
+
+    begun: the run has checkpoints of its own, so it needs the weights that it started from no more.
 
     Raises:
         UserError: says which settings differ, or what stands in the way.
@@ -32,7 +34,7 @@ def check_exchange(config: Config) -> None:
         if not every or exported % every:
             legal = f"legal here: {every}, {2 * every}, {3 * every}, .." if every else "set checkpoint.every, too"
             raise UserError(f"checkpoint.export_every={exported} is no multiple of checkpoint.every={every}; {legal}")
-    if config.run.init_from:
+    if config.run.init_from and not begun:
         refuse_other_model(config, model_at(Path(config.run.init_from)))
 
 

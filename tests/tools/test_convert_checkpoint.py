@@ -190,3 +190,49 @@ def test_pickles_are_never_loaded(run, call, tmp_path):
     assert code == 2
     assert "can't be read: loading pickled weights runs any code" in err
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.peer
+def test_as_a_person_does_it(tmp_path):
+    """Commands alone: train, take it to Hugging Face, load it there, bring it back, train on, compare losses, generate."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    import subprocess
+
+    def command(*words: object) -> str:
+        words = tuple(str(word) for word in words)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    tool = ROOT / "tools"
+    data = (f"data.train=[{{prefix: {write_corpus(tmp_path)}, name: words}}]", "data.split=[0.9,0.1,0]", "data.max_length=128")
+    small = ("data.tokens_per_step=256", "plan.pack_tokens=200", "run.validate_tokens=2000", "cluster.threads=1", "optim.schedule=constant")
+    model = ("model.vocab=260", "model.layers=2", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.head_dim=8", "model.ffn=64")
+    bytes_only = ("data.tokenizer.kind=bytes", "data.tokenizer.path=")
+    train_words = (ROOT / "pretrain_gpt.py", "~experiment", "data=corpus", "optim.lr=1e-2", "run.steps=30", "run.name=first")
+    command(*train_words, *data, *small, *model, *bytes_only)
+    command(tool / "convert_checkpoint.py", "to-hf", "runs/first", "exported", "--verify")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")("return ", return_tensors="pt")
+    made = theirs.generate(**ids, max_new_tokens=12, do_sample=False)[0]
+    theirs.save_pretrained(tmp_path / "again", max_shard_size="20KB")  # as somebody else would write it
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "exported").save_pretrained(tmp_path / "again")
+    last = command(tool / "convert_checkpoint.py", "from-hf", "again", "imported", "--verify").splitlines()[-1]
+    assert last.startswith("next: python pretrain_gpt.py --config-dir imported/configs experiment=imported ")
+    text = command(tool / "generate.py", "imported", "--prompt", "return ", "--tokens", 12, "--greedy")
+    assert text.rstrip("\n") == transformers.AutoTokenizer.from_pretrained(tmp_path / "exported").decode(made, skip_special_tokens=True).rstrip("\n")
+    for name in ("runs/first", "imported"):
+        command(tool / "eval_model.py", name, "--data", "runs/first", "--json", f"{name.split('/')[0]}.json")
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text())["validation"]["words"] for name in ("runs", "imported"))
+    assert one == pytest.approx(two, rel=1e-6)
+    words = ("--config-dir", tmp_path / "imported" / "configs", "experiment=imported", "run.steps=1", "run.name=second", "optim.lr=1e-5")
+    said = command(ROOT / "pretrain_gpt.py", *words, *data, *small)
+    assert f"starting from the weights of {tmp_path / 'imported'}" in said
+    first = json.loads((tmp_path / "runs" / "second" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert first == pytest.approx(one["loss"], abs=0.4)  # other documents, but the same trained model
+    shutil.rmtree(tmp_path / "imported")
+    assert "is finished" in command(
+        ROOT / "pretrain_gpt.py", "~experiment", "run.name=first", *train_words[2:4], "run.steps=30", *data, *small, *model, *bytes_only
+    )

@@ -21,7 +21,7 @@ from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import GroupPool
 from megadcp.parallel.assemble import whole_tensors
 from megadcp.parallel.boxes import weight_pieces
-from megadcp.train import entry
+from megadcp.train import checkpoint, entry
 from megadcp.train.exchange import check_exchange
 from megadcp.train.export import Exporter
 from megadcp.train.loop import train
@@ -108,6 +108,43 @@ def test_every_layout_starts_from_them(corpus, tmp_path, layout, tied):
         assert torch.equal(masters[name], tensor), name
 
 
+SAVED_LAYOUTS = {
+    "uneven stages": ({"pp": 2, "stage_layers": (1, 2)}, 2),
+    "uneven stages in chunks": ({"pp": 2, "stage_layers": (3, 4), "virtual_stages": 2}, 2),
+    "tp, odd vocabulary": ({"tp": 2}, 2),
+    "four stages": ({"pp": 4, "stage_layers": (2, 3, 1, 1)}, 4),
+}
+
+
+@pytest.mark.parametrize("layout", SAVED_LAYOUTS)
+def test_an_export_does_not_show_the_layout_that_trained_it(corpus, tmp_path, layout):
+    """Layer i of the export is layer i of the model, byte for byte, and no padding is in it."""
+    parallel, ranks = SAVED_LAYOUTS[layout]
+    model = {**UNTIED, "vocab": 261, "layers": sum(parallel.get("stage_layers", (2,))), "rope": RopeConfig()}
+    source = new_state(config(corpus, model=model, run={"seed": 7}), CPU)
+    tensors = {name: parameter.detach().clone() for name, parameter in source.model.named_parameters()}
+    hf.write_folder(hf.Export(source.config.model, lazy(tensors), 128), tmp_path / "in", hf.Options())
+    settings = config(corpus, model=model, run={"init_from": str(tmp_path / "in")}, parallel=parallel)
+    run = RunFolder(tmp_path / "run")
+    dump_run(settings, run.path / "run.yaml")
+
+    def work(rank, world):
+        mesh = Mesh(world // (settings.parallel.tp * settings.parallel.pp), settings.parallel.tp, settings.parallel.pp)
+        with GroupPool(mesh, rank, CPU, 1) as pool:
+            state = new_state(settings, CPU, pool=pool)
+            start_from(state, lambda line: None)
+            state.progress.step = 1
+            saver = checkpoint.Saver(run, settings.checkpoint, lambda line: None, state.world)
+            saver.save(1, state.boxes(), state.meta(), state.own_meta())
+            saver.finish()
+            saver.close()
+
+    run_ranks(ranks, work)
+    hf.write_folder(export_of(open_weights(run.path)), tmp_path / "out", hf.Options())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "in" / "model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 261
+
+
 def test_another_model_is_refused_before_anything_is_made(corpus, old, exported, tmp_path):
     for source in (old, exported):
         run = {"init_from": str(source), "folder": str(tmp_path)}
@@ -119,6 +156,7 @@ def test_another_model_is_refused_before_anything_is_made(corpus, old, exported,
         entry.start(config(corpus, run={"init_from": str(tmp_path / "none"), "folder": str(tmp_path)}))
     assert list(tmp_path.iterdir()) == []
     check_exchange(config(corpus, run={"init_from": str(old)}, model={"residual_dropout": 0.3, "init_std": 0.1}))
+    check_exchange(config(corpus, run={"init_from": str(tmp_path / "none")}), begun=True)
 
 
 def test_another_rope_is_told_and_allowed(corpus, old):
