@@ -328,8 +328,6 @@ def save(run: Run) -> None:
     run.metrics.sync()
     run.saver.finish()
     run.exporter.poll()  # holds on to what the next save may remove
-    run.saver.finish()
-    run.exporter.poll()  # holds on to what the next save may remove
     run.saver.save(step, run.state.boxes(), run.state.meta(), run.state.own_meta())
     run.saved_step = step
     run.exporter.saving(step)
