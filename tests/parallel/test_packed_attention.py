@@ -163,7 +163,7 @@ def test_equal_to_dense_for_any_pack(lengths, size, kind, extra):
     docs = documents(lengths, size, extra)
     inputs = heads(docs.rows, (2, 1))
     for mine, expected in zip(run(kind, docs, size, inputs, torch.float64), dense(*inputs, docs), strict=True):
-        assert distance(mine, expected) < 1e-11
+        assert torch.allclose(mine, expected, rtol=1e-11, atol=1e-12)  # of a single token dq is rounding about 0
 
 
 @pytest.mark.usefixtures("packed")
