@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megadcp.engine.step import StepResult
-from megadcp.engine.stragglers import LaneSpeeds, own_seconds
+from megadcp.engine.stragglers import LaneSpeeds
 from megadcp.parallel.collectives import all_gather, all_reduce
 from megadcp.plan.step_plan import StepPlan
 from megadcp.train import checkpoint
+from megadcp.train.across import Across, across, own_numbers
 from megadcp.train.health import Rollback
 from megadcp.train.session import Run, first
 from megadcp.train.signals import StopRequest
+from megadcp.train.timeline import add_timeline, is_due
+from megadcp.train.together import gather
 
 FAILED = 1
 
@@ -56,20 +60,27 @@ def _fail(run: Run, why: str) -> int:
     return FAILED
 
 
-def exchange(run: Run, plan: StepPlan, result: StepResult, stop: StopRequest) -> list[float]:
-    """The one small exchange between two steps: who wants to stop, and what the microbatches of each lane took; measured / predicted by lane."""
-    state = run.state
+def exchange(run: Run, plan: StepPlan, result: StepResult, data_seconds: float, stop: StopRequest) -> tuple[Across, list[float]]:
+    """The one small exchange between two steps: who wants to stop, what all ranks measured; and measured / predicted by lane."""
+    state, mesh = run.state, run.state.engine.mesh
+    own = own_numbers(plan, result, state.engine.coords.lane, bool(stop), data_seconds)
     if state.pool is None:
-        return []
-    measured, predicted = own_seconds(plan, result.microbatches, state.pool.coords.lane)
-    own = torch.tensor([[float(bool(stop)), measured, predicted]], dtype=torch.float64, device=state.device)
-    table = all_gather(own, state.pool.world).cpu().numpy()
+        return across(np.array([own]), mesh), []
+    table = all_gather(torch.tensor([own], dtype=torch.float64, device=state.device), state.pool.world).cpu().numpy()
     run.asked = float(table[:, 0].max())
-    if state.lanes is None:
-        return []
-    ratios = state.lanes.observe(plan.step, table[:, 1:])
-    _tell_stragglers(run, state.lanes)
-    return ratios
+    ratios = [] if state.lanes is None else state.lanes.observe(plan.step, table[:, 1:3])
+    if state.lanes is not None:
+        _tell_stragglers(run, state.lanes)
+    return across(table, mesh), ratios
+
+
+def keep_timeline(run: Run, plan: StepPlan, result: StepResult) -> None:
+    """What all ranks did when, of steps whose picture is kept."""
+    step = run.state.progress.step
+    if is_due(run.config, step):
+        everybody = gather(result.actions, run.state.world)
+        if run.leads:
+            add_timeline(run.folder.path, step, plan, everybody)
 
 
 def _tell_stragglers(run: Run, lanes: LaneSpeeds) -> None:

@@ -12,6 +12,7 @@ from megadcp.config.check import UserError
 from megadcp.config.schema import Config, LogConfig
 from megadcp.data.batch import LoadedStep
 from megadcp.engine.step import StepResult
+from megadcp.train.across import Across
 from megadcp.train.state import Progress
 
 WINDOW = 50  # steps that speed and eta are averaged over
@@ -91,10 +92,10 @@ def open_console(log: LogConfig, total: int) -> Console:
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one step, in seconds: the whole of it, and how long it waited for data."""
+    """Of one step: the seconds of the whole of it, and what all ranks measured."""
 
     seconds: float
-    data_seconds: float
+    everywhere: Across
 
 
 class StepLog:
@@ -102,7 +103,7 @@ class StepLog:
 
     def __init__(self, config: Config, flops: Callable[[Sequence[int]], int], peak_flops: float | None) -> None:
         self.config, self.flops, self.peak_flops = config, flops, peak_flops
-        self._recent: deque[tuple[int, float, float, float, float, float]] = deque(maxlen=WINDOW)
+        self._recent: deque[tuple[int, float, float, float, float, float, float]] = deque(maxlen=WINDOW)
 
     def row(self, progress: Progress, loaded: LoadedStep, result: StepResult, lr: float, timing: Timing) -> dict[str, Any]:
         """The row of one step (metrics.py explains its keys)."""
@@ -112,8 +113,9 @@ class StepLog:
         tflops = self.flops(lengths) / timing.seconds / 1e12 / self.config.cluster.world
         levels = Counter(one.recompute.level for one in plan.microbatches)
         sizes = Counter(one.cp for one in plan.microbatches)
-        predicted, measured = plan.predicted.seconds, result.measured_seconds
-        self._recent.append((real, timing.seconds, timing.data_seconds, loaded.wait_seconds, predicted, measured))
+        found, predicted = timing.everywhere, plan.predicted
+        measured, bound, static = found.seconds, predicted.lower_bound_seconds, predicted.static_seconds
+        self._recent.append((real, timing.seconds, found.data_seconds, loaded.wait_seconds, predicted.seconds, measured, found.bubble * measured))
         return {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -125,12 +127,17 @@ class StepLog:
             "padded_share": 1 - real / run,
             "tflops": tflops,
             "mfu": tflops * 1e12 / self.peak_flops if self.peak_flops else None,
-            "memory_bytes": result.memory_bytes,
-            "data_seconds": timing.data_seconds,
+            "memory_bytes": found.memory_bytes,
+            "data_seconds": found.data_seconds,
             "plan_seconds": loaded.plan_seconds,
             "wait_seconds": loaded.wait_seconds,
-            "predicted_seconds": predicted,
+            "predicted_seconds": predicted.seconds,
             "measured_seconds": measured,
+            "bubble": round(found.bubble, 6),
+            "bound_ratio": predicted.seconds / bound if bound and predicted.seconds else None,
+            "static_gain": static / predicted.seconds if static and predicted.seconds else None,
+            "slowest_lane": found.slowest_lane,
+            "slowest_seconds": found.slowest_seconds,
             "update_seconds": result.update_seconds,
             "seconds": timing.seconds,
             "targets": result.targets,
@@ -145,7 +152,7 @@ class StepLog:
     def line(self, row: dict[str, Any]) -> str:
         """The console's line: fixed fields in fixed order. Speed, shares, wait and eta are means over the last steps."""
         total = self.config.run.steps
-        tokens, seconds, data, wait, predicted, measured = (sum(column) for column in zip(*self._recent, strict=True))
+        tokens, seconds, data, wait, predicted, measured, idle = (sum(column) for column in zip(*self._recent, strict=True))
         limit = f"/{self.config.hardware.memory_bytes / 2**30:.1f}" if self.peak_flops else ""
         levels = {level: count / row["microbatches"] for level, count in row["recompute"].items()}
         fields = [
@@ -155,12 +162,13 @@ class StepLog:
             f"lr {row['lr']:.1e}",
             f"{short(tokens / seconds)} tok/s",
             *([f"{100 * row['mfu']:.1f}% mfu"] if row["mfu"] is not None else []),
-            flops_text(row["tflops"] * 1e12),
+            flops_text(row["tflops"] * 1e12) + ("/rank" if self.config.cluster.world > 1 else ""),
             f"mem {row['memory_bytes'] / 2**30:.1f}{limit} GiB",
             f"data {100 * data / seconds:.1f}%",
             f"plan {1000 * row['plan_seconds']:.1f} ms",
             f"wait {1000 * wait / len(self._recent):.1f} ms",
             f"pred/meas {predicted / measured:.2f}" if measured else "pred/meas -",
+            f"bubble {100 * idle / measured:.1f}%" if measured else "bubble -",
             f"pad {100 * row['padded_share']:.1f}%",
             *(["cp " + " ".join(f"{size}:{count}" for size, count in row["cp"].items())] if self.config.cluster.world > 1 else []),
             "rc " + " ".join(f"{level}:{100 * share:.0f}%" for level, share in levels.items()),

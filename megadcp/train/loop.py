@@ -27,13 +27,14 @@ from megadcp.plan.plan_file import PlanWriter
 from megadcp.plan.planner import planner_for
 from megadcp.train import checkpoint
 from megadcp.train.adaptive_planner import adaptive_planner_for
-from megadcp.train.between_steps import FAILED, agreed, bad_step, exchange
+from megadcp.train.between_steps import FAILED, agreed, bad_step, exchange, keep_timeline
 from megadcp.train.evaluate import count_targets_of_training, evaluate, unigram_entropy, validation_line
 from megadcp.train.finish import draw, show_result, whole_model, write_result, write_sample
 from megadcp.train.health import Rollback
 from megadcp.train.launch import World
 from megadcp.train.log import StepLog, Timing
 from megadcp.train.out_of_memory import OUT_OF_MEMORY, is_out_of_memory, leave_note, with_less_memory
+from megadcp.train.profiling import StepProfile
 from megadcp.train.resume import ShiftedSource
 from megadcp.train.run_folder import RunFolder
 from megadcp.train.schedule import learning_rate
@@ -121,7 +122,8 @@ def _steps(run: Run, stop: StopRequest) -> int | Rollback:
     loader = StepLoader(
         source, run.worker or run.plan_for, progress.step, config.run.steps, config.plan.ahead, engine.coords.lane, engine.mesh.lanes
     )  # fmt: skip
-    with loader, PlanWriter(run.plans, progress.step, run.console.say) if run.leads else nullcontext() as plans:
+    profile = StepProfile(config.log, run.folder.path, 0 if run.world is None else run.world.rank, state.device, run.console.say)
+    with loader, profile, PlanWriter(run.plans, progress.step, run.console.say) if run.leads else nullcontext() as plans:
         begin = time.perf_counter()
         run.heart.step(progress.step, 0.0)
         for loaded in loader:
@@ -129,7 +131,9 @@ def _steps(run: Run, stop: StopRequest) -> int | Rollback:
             run.heart.step(progress.step, loaded.plan.predicted.seconds)
             if plans is not None:
                 plans.append(loaded.plan, loaded.record)
+            profile.begin(progress.step + 1)
             row = _one_step(run, loaded, log, begin, data_seconds, stop)
+            profile.end(progress.step)
             run.heart.took(time.perf_counter() - begin)
             run.metrics.write(row)
             run.console.progress(progress.step, f"loss {row['loss']:.3f}")
@@ -184,10 +188,11 @@ def _one_step(run: Run, loaded: LoadedStep, log: StepLog, begin: float, data_sec
         state.bad_steps.applied(result.loss)
     progress.skipped += not result.updated
     progress.skipped_in_a_row = 0 if result.updated else progress.skipped_in_a_row + 1
-    ratios = exchange(run, loaded.plan, result, stop)
-    row = log.row(progress, loaded, result, lr, Timing(time.perf_counter() - begin, data_seconds))
+    everywhere, ratios = exchange(run, loaded.plan, result, data_seconds, stop)
+    row = log.row(progress, loaded, result, lr, Timing(time.perf_counter() - begin, everywhere))
     if ratios:
         row["lane_ratios"] = [round(one, 4) or None for one in ratios]
+    keep_timeline(run, loaded.plan, result)
     return row
 
 

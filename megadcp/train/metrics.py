@@ -6,10 +6,14 @@ Keys of a step's row, with units (docs and outside tools rely on them):
   loss              mean token loss of the step's global batch, nats; grad_norm: global norm before clipping; lr: the rate it was applied with
   tokens_per_second real tokens of the step / `seconds`; padded_share: padding / all tokens run
   tflops, mfu       model FLOPs of one rank (real lengths, no recompute) / `seconds`, in 1e12; their share of the peak, null when none is known
-  memory_bytes      of the first rank. GPU: largest allocation during the step; CPU: resident set of the process after a forward
-  data_seconds      waited for data, plan included; wait_seconds: the part of it in which the plan was not ready
+  memory_bytes      the largest of all ranks'. GPU: largest allocation during the step; CPU: resident set of the process after a forward
+  data_seconds      waited for data, plan included, the longest of all ranks'; wait_seconds: of the first rank, while the plan was not ready
   plan_seconds      planning, in the background
-  predicted_seconds, measured_seconds   forward and backward of all microbatches; update_seconds: clip and optimizer
+  predicted_seconds, measured_seconds   forward and backward of all microbatches, measured from the first action's begin to the last one's end
+                    on the rank where that took longest; update_seconds: clip and optimizer
+  bubble            share of all ranks' time in measured_seconds in which they ran no action; waiting for messages inside one counts as running
+  bound_ratio       predicted / lower bound that no plan can beat; static_gain: seconds of the best static layout / predicted. null: not known
+  slowest_lane, slowest_seconds   the lane one of whose ranks was busy longest with its actions, and how long
   seconds           from the end of the step before to the end of this one, without saving and validating
   targets           tokens whose loss counts; skipped: true when the step was not applied, then `problem` says why
   microbatches, cp, recompute   their number, and how many of them in groups of each size, at each recompute level

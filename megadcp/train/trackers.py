@@ -139,11 +139,7 @@ class TrackedMetrics:
 
     def __init__(self, inner: Metrics, trackers: Sequence[Tracker]) -> None:
         self._inner, self._trackers = inner, tuple(trackers)
-
-    @property
-    def validated(self) -> set[tuple[int, str]]:
-        """See Metrics."""
-        return self._inner.validated
+        self.validated = inner.validated
 
     def write(self, row: dict[str, Any]) -> None:
         """The file first."""

@@ -28,14 +28,14 @@ def test_the_line_of_a_gpu_run():
 
     setup = config("x", run={"steps": 50_000}, hardware={"memory_bytes": 141 * 2**30, "peak_flops": 989e12})
     log = StepLog(setup, lambda lengths: 0, 989e12)
-    log._recent.extend([(412_000, 1.0, 0.004, 0.0005, 0.97, 1.0), (412_000, 1.0, 0.004, 0.0001, 0.97, 1.0)])
+    log._recent.extend([(412_000, 1.0, 0.004, 0.0005, 0.97, 1.0, 0.05), (412_000, 1.0, 0.004, 0.0001, 0.97, 1.0, 0.034)])
     row = {
         "step": 1200, "loss": 2.4172, "grad_norm": 0.8311, "lr": 3e-4, "mfu": 0.513, "tflops": 507.0, "memory_bytes": int(118.2 * 2**30),
         "plan_seconds": 0.0031, "padded_share": 0.012, "recompute": {"none": 61, "selective": 30, "full": 9}, "microbatches": 100, "skipped": False,
     }  # fmt: skip
     assert log.line(row) == (
         "step 1200/50000 | loss 2.417 | gnorm 0.83 | lr 3.0e-04 | 412k tok/s | 51.3% mfu | 507 TFLOP/s | mem 118.2/141.0 GiB | data 0.4% | "
-        "plan 3.1 ms | wait 0.3 ms | pred/meas 0.97 | pad 1.2% | rc none:61% selective:30% full:9% | eta 13h33m"
+        "plan 3.1 ms | wait 0.3 ms | pred/meas 0.97 | bubble 4.2% | pad 1.2% | rc none:61% selective:30% full:9% | eta 13h33m"
     )
 
 

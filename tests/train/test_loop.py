@@ -33,6 +33,9 @@ TIMES = {
     "plan_seconds",
     "wait_seconds",
     "measured_seconds",
+    "bubble",
+    "slowest_lane",
+    "slowest_seconds",
     "update_seconds",
     "seconds",
     "measured",
@@ -119,7 +122,7 @@ def test_it_says_what_it_decided_and_how_it_goes(prefix, tmp_path, capsys):
         assert any(line.startswith(start) for line in said.splitlines()), start
     line = next(line for line in said.splitlines() if line.startswith("step 2/2"))
     fields = [field.split()[0] if not field[0].isdigit() else field.split()[-1] for field in line.split(" | ")]
-    assert fields == ["step", "loss", "gnorm", "lr", "tok/s", "GFLOP/s", "mem", "data", "plan", "wait", "pred/meas", "pad", "rc", "eta"]
+    assert fields == ["step", "loss", "gnorm", "lr", "tok/s", "GFLOP/s", "mem", "data", "plan", "wait", "pred/meas", "bubble", "pad", "rc", "eta"]
 
 
 def test_a_second_call_changes_nothing(prefix, whole, tmp_path):
