@@ -50,12 +50,15 @@ class Heart:
         self.health, self.folder, self.rank, self.world_size, self.life, self.supervised = health, folder, rank, world_size, life, supervised
         self.longest = 0.0
         self._state = ("starting", 0, time.monotonic(), health.other_timeout_s)  # replaced as a whole
-        self._stop = threading.Event()
+        self._wake, self._over = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def beat(self, what: str, step: int, limit: float | None = None) -> None:
         """Say that this rank begins `what` at `step` steps done; limit: seconds it may take, None: health.other_timeout_s."""
-        self._state = (what, step, time.monotonic(), self.health.other_timeout_s if limit is None else limit)
+        before, limit = self._state[3], self.health.other_timeout_s if limit is None else limit
+        self._state = (what, step, time.monotonic(), limit)
+        if limit < before:
+            self._wake.set()  # the thread has to look sooner than it thinks
 
     def step(self, step: int, predicted: float) -> None:
         """It waits for the next step, or runs it. predicted: seconds of its plan, 0 where not known yet."""
@@ -76,7 +79,8 @@ class Heart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop.set()
+        self._over = True
+        self._wake.set()
         assert self._thread is not None
         self._thread.join(OTHERS_SECONDS)
         if self._alone_in_c:
@@ -97,7 +101,9 @@ class Heart:
         with self._stacks() if self._alone_in_c else contextlib.nullcontext() as stacks:
             while True:
                 look = min(SLOWEST_LOOK, max(FASTEST_LOOK, seen[3] / 20))
-                if self._stop.wait(look):
+                self._wake.wait(look)
+                self._wake.clear()
+                if self._over:
                     return
                 state, now = self._state, time.monotonic()
                 slept, before = now - before - look, now
