@@ -25,6 +25,7 @@ from megadcp.train.out_of_memory import OUT_OF_MEMORY, take_notes
 from megadcp.train.resume import refused, ways_out
 from megadcp.train.run_folder import LOCK, keep_folder
 from megadcp.train.signals import StopRequest
+from megadcp.train.trackers import check_trackers
 
 
 def start(config: Config) -> int:
@@ -38,6 +39,7 @@ def start(config: Config) -> int:
     check(config)
     te_probe.refuse(config.precision.backend, config.cluster.device)
     planner_for(config)  # what can't be planned is refused here, not by every rank
+    check_trackers(config)
     folder = Path(config.run.folder) / config.run.name
     check_exchange(config, begun=_steps_done(folder) > 0)
     if launch.place().by:
