@@ -173,6 +173,8 @@ def write_tensors(path: Path, boxes: Sequence[tuple[str, torch.dtype, Shape]], v
     head, at = {}, 0
     for each in order:
         key, dtype, sizes = boxes[each]
+        if dtype not in CODES:
+            raise CheckpointError(f"{key} is {dtype}; a checkpoint can hold {', '.join(map(str, CODES))}")
         end = at + math.prod(sizes) * dtype.itemsize
         head[key] = {"dtype": CODES[dtype], "shape": list(sizes), "data_offsets": [at, end]}
         at = end

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megadcp.train.together import gather
 
 REPLACED = ".replaced"
 PROBE = ".probe"
+SEEN_SECONDS = 60.0  # a network file system may show a new file that late
 Say = Callable[[str], None]
 
 
@@ -134,10 +136,15 @@ def _largest_file() -> int | None:
 
 def _all_see_one_folder(run: RunFolder, group: Group) -> str:
     """Rank 0 looks for everybody's probe: parts that it never sees would never become a checkpoint."""
-    here = set(os.listdir(run.checkpoints))
-    unseen = [rank for rank in range(group.size) if f"{PROBE}-{rank}" not in here]
-    if not unseen:
-        return ""
+    end = time.monotonic() + SEEN_SECONDS
+    while True:
+        here = set(os.listdir(run.checkpoints))
+        unseen = [rank for rank in range(group.size) if f"{PROBE}-{rank}" not in here]
+        if not unseen:
+            return ""
+        if time.monotonic() > end:
+            break
+        time.sleep(0.1)
     return f"rank 0 doesn't see what rank {unseen[0]} writes to {run.checkpoints}; set run.folder to a folder that all nodes share"
 
 

@@ -126,6 +126,13 @@ def test_boxes_that_do_not_make_up_the_tensor_are_no_checkpoint(run, cut):
     assert saved(run) == []
 
 
+def test_a_dtype_that_no_file_can_hold(run):
+    saver = saver_of(run)
+    saver.save(1, [whole("model.a", torch.arange(3))], {"step": 1})
+    with pytest.raises(SaveFailed, match=r"model\.a@0 is torch\.int64; a checkpoint can hold torch\.float64, torch\.float32"):
+        saver.finish()
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_read(run):
     put(run, 1)
     found = newest(run, quiet)
