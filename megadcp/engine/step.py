@@ -96,7 +96,8 @@ class StepResult:
     loss_sum: sum of token losses over the global batch; targets: its tokens with a target; grad_norm: before clipping.
     updated: False when the step was skipped, for the reason in `problem`; weights and optimizer are then as before.
     microbatches: those of this rank's lane, on its stage. seconds: the whole step; measured_seconds: what `plan.predicted.seconds` predicts,
-    from the first microbatch's begin to the last one's end on this rank; update_seconds: what comes after. memory_bytes: GPU peak, or the
+    from the first microbatch's begin to the last one's end on this rank; update_seconds: what comes after, as far as
+    the host waits for it (on a GPU an update may go on beside the next step's preparation). memory_bytes: GPU peak, or the
     resident set on a CPU. actions: what this rank ran when.
     """
 
@@ -133,10 +134,9 @@ def run_step(
     shares, targets = prepare(engine, plan, packs)
 
     engine.gradients.zero()
-    watch = Stopwatch(engine.device)
+    started, watch = time.perf_counter(), Stopwatch(engine.device)
     losses = run_lane(engine, plan, shares, watch)
 
-    ran = time.perf_counter()
     judged = engine.gradients.judge(losses, max(1, targets), engine.clip_norm)
     early = _early(engine, refuse is None and targets > 0)
     launched = early is not None and early.step_unless(lr, judged.bad)
@@ -152,7 +152,7 @@ def run_step(
     done = time.perf_counter()
     return StepResult(
         verdict.loss_sum, targets, verdict.norm, not problem, problem, beside_predictions(engine, plan, shares, watch),
-        done - begin, watch.span(), done - ran, watch.memory_bytes, watch.actions(),
+        done - begin, watch.span(), max(0.0, done - started - watch.span()), watch.memory_bytes, watch.actions(),
     )  # fmt: skip
 
 
