@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megadcp.plan import render_theme as theme_
 from megadcp.plan.actions import FORWARD
@@ -62,7 +62,7 @@ class Frame:
         return left, self.tops[event.stage] + one.lane * self.row, self.across(event.end) - left, one.cp * self.row - self.gap
 
 
-def gantt_svg(plan: StepPlan, timeline: Timeline | None = None, title: str = "", theme: str = "auto") -> str:
+def gantt_svg(plan: StepPlan, timeline: Timeline | None = None, title: str = "", theme: str = "auto", span: float = 0.0) -> str:
     """The picture of a plan: its simulated times, or measured ones (`timeline`) with the predicted end marked.
 
     A block is a microbatch on all lanes of its cp group, coloured by cp; the hatched part of its height is the share of layers that are
@@ -73,6 +73,7 @@ def gantt_svg(plan: StepPlan, timeline: Timeline | None = None, title: str = "",
         timeline: measured times; none: simulate.simulate(plan).
         title: heading; none: the step's number.
         theme: auto (follows the reader's system), light or dark.
+        span: seconds that the axis covers at least, so that several pictures have the same scale.
 
     Raises:
         UserError: the theme is not known, or the timeline does not belong to the plan.
@@ -80,6 +81,7 @@ def gantt_svg(plan: StepPlan, timeline: Timeline | None = None, title: str = "",
     sizes = {one.cp for one in plan.microbatches}
     sheet = theme_.style(sizes, theme)
     view = scene(plan, timeline)
+    view = replace(view, span=max(view.span, span))
     title = title or f"Step {plan.step}: {'measured' if view.measured else 'planned'} times of each lane"
     parts, y = theme_.heading(title, headline(view))
     swatches = _swatches(view)

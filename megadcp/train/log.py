@@ -187,7 +187,7 @@ def short(value: float) -> str:
 
 def flops_text(value: float) -> str:
     """FLOP/s of one device, in the unit that fits."""
-    return f"{value / 1e12:.0f} TFLOP/s" if value >= 1e13 else f"{value / 1e12:.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.0f} GFLOP/s"
+    return f"{value / 1e12:.0f} TFLOP/s" if value >= 1e13 else f"{value / 1e12:.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.{0 if value >= 9.95e9 else 1}f} GFLOP/s"
 
 
 def duration(seconds: float) -> str:

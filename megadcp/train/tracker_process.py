@@ -60,7 +60,8 @@ class WandbSink:
         except Exception as error:  # a server that isn't reached, a key that isn't known, ...
             if mode == "offline":
                 raise
-            say(f"wandb: no run online ({_one_line(error)}); it goes on offline")
+            why = "it has no key" if "API key" in str(error) else _one_line(error)
+            say(f"wandb: no run online ({why}); it goes on offline")
             with contextlib.suppress(Exception):
                 wandb.teardown()
             run = self._init(wandb, about, "offline")
