@@ -34,21 +34,22 @@ FORWARDED_BY_TORCH = "SIGINT,SIGHUP,SIGQUIT"  # what torchrun's own handlers get
 
 def main(arguments: list[str]) -> int:
     """Run the ranks of this node until they end; their exit code."""
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a page for each rank; what matters is told below
     with tempfile.TemporaryDirectory(prefix="megadcp-node-") as name:
         folder = Path(name)
-        os.environ[NODE_FOLDER] = name
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")  # torchrun complains without one
 
         def stop(number: int, frame: FrameType | None) -> None:
             ask_to_stop(folder, number)
 
-        for number in PASSED_ON:
+        for number in PASSED_ON:  # before the seconds that torch takes
             signal.signal(number, stop)
+        os.environ[NODE_FOLDER] = name
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")  # torchrun complains without one
         os.environ["PET_SIGNALS_TO_HANDLE"] = FORWARDED_BY_TORCH  # its option --signals-to-handle
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        for logger in ("torch.distributed.elastic", "torch.distributed.run"):
+            logging.getLogger(logger).setLevel(logging.CRITICAL)  # a page for each rank; what matters is told below
         try:
             torchrun.main([*_node_rank(arguments), *arguments])
         except ChildFailedError as error:

@@ -109,7 +109,7 @@ class Job:
 
 def test_a_run_on_four_nodes_is_stopped_at_its_time_limit_and_goes_on(slurm: MiniSlurm, folder: Path) -> None:
     """SLURM itself sends the signal before the limit; the curve of the two jobs is that of a run that nobody stopped."""
-    limit = ["cluster.slurm.time=0:02:00", "cluster.slurm.stop_before=59"]  # SLURM looks twice a minute: the signal comes 31 to 61 s after the start
+    limit = ["cluster.slurm.time=0:02:00", "cluster.slurm.stop_before=40"]  # SLURM looks twice a minute: the signal comes 50 to 80 s after the start
     job = Job(slurm, folder, "stopped", *FOUR_NODES, ENDLESS, *limit)
     job.wait_for_log("ended with exit code 75")
     log = job.log()
@@ -117,6 +117,7 @@ def test_a_run_on_four_nodes_is_stopped_at_its_time_limit_and_goes_on(slurm: Min
     assert "layout: 8 ranks: 2 lanes, tp 2" in log
     assert f"saved {job.run.relative_to(folder)}/checkpoints/step-{stopped:08d}" in log
     assert job.checkpoints() == [stopped]
+    slurm.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")  # a busy machine may need more than a minute for its start
     job.wait_for_log(f"step {stopped + 3}/")
     job.end()
     assert job.state()["Restarts"] == "1", "queued again once, and not after it was cancelled"
@@ -169,16 +170,20 @@ def test_two_runs_side_by_side_on_one_node(slurm: MiniSlurm, folder: Path) -> No
     assert left != right
 
 
-def test_a_node_that_dies_ends_the_job(slurm: MiniSlurm, folder: Path) -> None:
-    job = Job(slurm, folder, "dying", *TWO_NODES, ENDLESS, "cluster.slurm.requeue=false", "cluster.slurm.options=['--nodelist=n[2-3]']")
-    job.wait_for_log("step 2/")
+def test_a_node_that_dies_ends_the_job_which_goes_on_elsewhere(slurm: MiniSlurm, folder: Path) -> None:
+    job = Job(slurm, folder, "dying", *TWO_NODES, ENDLESS, "checkpoint.every=2", "cluster.slurm.options=['--exclude=n1']")
+    job.wait_for_log("checkpoints/step-00000002")
+    assert job.state()["NodeList"] == "n[2-3]"
     assert slurm.processes_of("n2")
     assert slurm.processes_of("n3")
     slurm.kill_node("n3")
     try:
-        job.wait_for_state("NODE_FAIL", "FAILED", seconds=90)
-        slurm.wait_for(lambda: not slurm.processes_of("n2"), "the end of all ranks", 30)
+        slurm.wait_for(lambda: job.state()["Restarts"] == "1", "the end of the job", 90)
+        slurm.wait_for(lambda: not slurm.processes_of("n2") or job.is_in("RUNNING"), "the end of all ranks", 30)
         assert "Node failure on n3" in job.log()
+        job.wait_for_log("going on after step ")
+        assert job.state()["NodeList"] == "n[2,4]"
+        job.end()
     finally:
         slurm.start_node("n3")
 
