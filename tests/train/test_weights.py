@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import GroupPool
 from megadcp.parallel.assemble import whole_tensors
 from megadcp.parallel.boxes import weight_pieces
-from megadcp.train import checkpoint, entry
+from megadcp.train import checkpoint, entry, export
 from megadcp.train.exchange import check_exchange
 from megadcp.train.export import Exporter
 from megadcp.train.loop import train
@@ -312,10 +311,9 @@ def test_models_that_no_family_computes_are_refused_at_the_start(corpus):
         check_exchange(config(corpus, checkpoint={"every": 2, "export_every": 3}))
 
 
-def test_the_writing_process_tells_what_is_wrong(old, tmp_path):
-    import subprocess
-
-    command = [sys.executable, "-m", "megadcp.train.export", str(old / "checkpoints" / "step-00000010")]
-    found = subprocess.run([*command, str(tmp_path), ""], capture_output=True, text=True, check=False)
-    assert found.returncode == 1
-    assert found.stdout == f"error: {tmp_path} exists; choose another folder, or remove it\n"
+def test_the_writing_process_tells_what_is_wrong(old, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megadcp.train.export.os.nice", lambda more: 0)
+    assert export.main([str(old / "checkpoints" / "step-00000010"), str(tmp_path), ""]) == 1
+    assert capsys.readouterr().out == f"error: {tmp_path} exists; choose another folder, or remove it\n"
+    assert export.main([str(tmp_path / "none"), str(tmp_path / "out"), ""]) == 1
+    assert "is not a folder" in capsys.readouterr().out
