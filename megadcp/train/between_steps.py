@@ -66,7 +66,8 @@ def exchange(run: Run, plan: StepPlan, result: StepResult, data_seconds: float, 
     own = own_numbers(plan, result, state.engine.coords.lane, bool(stop), data_seconds)
     if state.pool is None:
         return across(np.array([own]), mesh), []
-    table = all_gather(torch.tensor([own], dtype=torch.float64, device=state.device), state.pool.world).cpu().numpy()
+    # On the host, over the group's gloo: a GPU is not waited for.
+    table = all_gather(torch.tensor([own], dtype=torch.float64), state.pool.world).numpy()
     run.asked = float(table[:, 0].max())
     ratios = [] if state.lanes is None else state.lanes.observe(plan.step, table[:, 1:3])
     if state.lanes is not None:
@@ -106,5 +107,5 @@ def agreed(run: Run, wanted: bool) -> bool:
     """Whether any rank wants it: a signal may have reached some of them only, or this one a step later."""
     if run.state.pool is None:
         return wanted
-    flag = torch.tensor(int(wanted), dtype=torch.int32, device=run.state.device)
+    flag = torch.tensor(int(wanted), dtype=torch.int32)  # on the host, as above
     return bool(all_reduce(flag, run.state.pool.world, "max").item())
