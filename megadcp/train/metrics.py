@@ -17,6 +17,7 @@ Keys of a step's row, with units (docs and outside tools rely on them):
   seconds           from the end of the step before to the end of this one, without saving and validating
   targets           tokens whose loss counts; skipped: true when the step was not applied, then `problem` says why
   microbatches, cp, recompute   their number, and how many of them in groups of each size, at each recompute level
+  lane_ratios       with several lanes: measured / predicted seconds of each lane's own microbatches, null where it had none
   measured          [slot, seconds, bytes] of the first rank's microbatches; what was predicted stands in plans.jsonl
 A validation's row: step, validation_loss, name, targets, seconds.
 """
