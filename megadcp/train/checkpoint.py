@@ -6,7 +6,7 @@ checkpoint_read.py: loading; checkpoint_place.py: the folder around them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megadcp.train.checkpoint_format import (
     index_of_format_1,
     read_json,
 )
-from megadcp.train.checkpoint_place import Say, point_to, remove_leftovers, remove_old, require_room, saved, set_aside
+from megadcp.train.checkpoint_place import Say, point_to, reason_of, remove_leftovers, remove_old, require_room, saved, set_aside
 from megadcp.train.checkpoint_read import read_boxes, require_match, whole_boxes
 from megadcp.train.checkpoint_save import SaveFailed, Saver
 from megadcp.train.run_folder import RunFolder
@@ -128,10 +128,9 @@ def newest(run: RunFolder, say: Say, repair: bool = False, group: Group = ALONE)
     All ranks of the group call it and get the same one. repair: also remove leftovers, set damaged ones aside (renamed to damaged-step-*: they
     don't count as saved any more) and move the pointer.
     """
-    first = group.index == 0
-    if repair and first:
-        remove_leftovers(run)
-    paths = gather(saved(run) if first else [], group)[0]
+    if repair:
+        _by_first(group, lambda: remove_leftovers(run))
+    paths = gather(saved(run) if group.index == 0 else [], group)[0]
     damaged = []
     for path in reversed(paths):
         try:
@@ -140,12 +139,29 @@ def newest(run: RunFolder, say: Say, repair: bool = False, group: Group = ALONE)
             say(f"WARNING: {error}; falling back to the checkpoint before it")
             damaged.append(path)
             continue
-        if repair and first:
-            for one in damaged:
-                set_aside(one)
-            point_to(run, path)
+        if repair:
+            _by_first(group, lambda: _repair(run, damaged, path))  # noqa: B023 - called here and now
         return checkpoint
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise CheckpointError(f"{run.checkpoints}: no checkpoint is usable ({names}: damaged); restore one, or start anew with another run.name")
     return None
+
+
+def _repair(run: RunFolder, damaged: Sequence[Path], good: Path) -> None:
+    for one in damaged:
+        set_aside(one)
+    point_to(run, good)
+
+
+def _by_first(group: Group, action: Callable[[], None]) -> None:
+    """The group's first rank does it. What the system refuses it there is everybody's CheckpointError: nobody waits for a rank that is gone."""
+    problem = ""
+    if group.index == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = reason_of(error)
+    problem = gather(problem, group)[0]
+    if problem:
+        raise CheckpointError(f"the folder of checkpoints can't be put in order: {problem}")

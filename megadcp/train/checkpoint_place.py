@@ -48,8 +48,12 @@ def put_in_place(run: RunFolder, draft: Path, final: Path) -> None:
 
 
 def point_to(run: RunFolder, path: Path) -> None:
-    """The file `latest` names this checkpoint."""
-    write_text(run.latest, f"{run.checkpoints.name}/{path.name}\n")
+    """The file `latest` names this checkpoint. Where it does already nothing is written: a full disk must not matter then."""
+    text = f"{run.checkpoints.name}/{path.name}\n"
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if run.latest.read_text(encoding="utf-8") == text:
+            return
+    write_text(run.latest, text)
 
 
 def remove_old(run: RunFolder, keep_last: int, keep_every: int) -> None:

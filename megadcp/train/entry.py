@@ -7,10 +7,12 @@ named in checkpoint.allow_change (resume.py). run.steps may change while that le
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from megadcp.train.resume import refused, ways_out
 from megadcp.train.run_folder import LOCK, keep_folder
 from megadcp.train.signals import StopRequest
 from megadcp.train.trackers import check_trackers
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def start(config: Config) -> int:
@@ -110,11 +114,13 @@ def _open(folder: Path, config: Config, held: ExitStack, prepare: bool = True) -
             return False
     if prepare:
         _prepare(config)
-    _make(folder)
-    held.enter_context(keep_folder(folder, _say))
-    _freeze(folder, config)
-    if prepare:
-        take_notes(folder, config, _say)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()
+        held.enter_context(keep_folder(folder, _say))
+        _freeze(folder, config)
+        if prepare:
+            take_notes(folder, config, _say)
     return True
 
 
@@ -213,15 +219,15 @@ def _show(folder: Path) -> None:
     show_result(folder, _say)
 
 
-def _make(folder: Path) -> None:
-    """Make the run folder; what the system refuses here is one clear line."""
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What the system refuses while the run folder is made or written is one clear line."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / LOCK).touch()
+        yield
     except OSError as error:
-        raise UserError(
-            f"the run folder {folder} can't be written ({error.strerror}: {error.filename}); set run.folder to a folder you may write to"
-        ) from None
+        ways = "free some space, or set run.folder to another disk" if error.errno in FULL else "set run.folder to a folder you may write to"
+        where = f": {error.filename}" if error.filename else ""
+        raise UserError(f"the run folder {folder} can't be written ({error.strerror or error}{where}); {ways}") from None
 
 
 def _say(line: str) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -42,6 +43,7 @@ STOP_SECONDS = 300.0  # for the others, after one rank has stopped in order
 DUMP_SECONDS = 0.5
 HEART_SECONDS = 1.0  # between two looks at the ranks' signs of life
 HOLD_SECONDS = 3.0  # a traceback of rank 0 is shown after this, if nobody fails
+LEAST_BYTES = 1 << 16  # free on the disk of what ranks say; below, their words may be lost
 MOST_BYTES = 1 << 16  # of one rank's stderr that are shown
 PREFIX = r"(?:\[rank\d+\]: ?)?"  # torch's, before each line of a traceback
 LAST_WORDS = re.compile(PREFIX + r"(?:Traceback \(most recent|error: |terminate called|Fatal Python error|rank \d+ ends after)")
@@ -239,6 +241,8 @@ class _Supervision:
         text = _last_words(self.relay.held() if rank == 0 else _tail(_stderr_file(self.folder, rank)))
         if "Traceback" not in text and "error: " not in text:
             text += _told(self.folder, rank)[1]
+        if not text and (full := _full(self.folder)):
+            text = f"error: {full}\n"
         if self.first.code != 2 or not text:
             how = f"was ended by {_signal_name(-self.first.code)}" if self.first.code < 0 else f"failed with exit code {self.first.code}"
             text += f"rank {rank} of {self.count} {how}; the other ranks end, too\n"
@@ -312,6 +316,14 @@ def _show(text: bytes) -> None:
     if text:
         sys.stderr.write(text.decode(errors="replace"))
         sys.stderr.flush()
+
+
+def _full(folder: Path) -> str:
+    """Why nothing is known of what a rank said, if the disk is why."""
+    with suppress(OSError):
+        if shutil.disk_usage(folder).free < LEAST_BYTES:
+            return f"the disk of {folder} is full, so what the rank said is lost; free some space and start the same command again"
+    return ""
 
 
 def _tail(path: Path, most: int = MOST_BYTES) -> str:

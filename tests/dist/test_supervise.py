@@ -181,6 +181,13 @@ def test_a_silent_death_ends_all(tmp_path, script, code, told):
     assert run.seen() == f"{told}; the other ranks end, too\n"
 
 
+def test_words_that_a_full_disk_has_lost(tmp_path):
+    run = Supervised(tmp_path, "if rank == 1:\n    os._exit(1)\ntime.sleep(600)", LEAST_BYTES=1 << 80)
+    assert run.end() == 1
+    told = f"error: the disk of {tmp_path / 'logs'} is full, so what the rank said is lost; free some space and start the same command again"
+    assert run.seen().splitlines() == [told, "rank 1 of 3 failed with exit code 1; the other ranks end, too"]
+
+
 def test_ranks_that_ignore_sigterm_are_killed_and_show_where_they_were(tmp_path):
     run = Supervised(
         tmp_path,
