@@ -249,8 +249,8 @@ def _running_mean(points: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _wide(low: float, high: float) -> tuple[float, float]:
-    """A range that is not empty."""
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    """A range that is not empty; one that rounding has made is empty, too."""
+    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - 0.5, high + 0.5)
 
 
 def _ticks(low: float, high: float, about: int = 5) -> list[float]:

@@ -115,6 +115,11 @@ def test_curves_say_what_they_show() -> None:
     assert "no data" in words(curve_svg({"a": [(0.0, math.nan)]}, "Loss", "x", "y"))
 
 
+def test_rounding_is_no_range() -> None:
+    words = re.findall(r">([^<]+)</text>", curve_svg({"a": [(0.0, 0.8), (1.0, 0.8 + 1e-16), (2.0, 0.8 - 1e-16)]}, "t", "x", "y"))
+    assert "0.8" in words
+
+
 def test_a_spike_does_not_flatten_the_curve() -> None:
     points = [(float(step), 1000.0 if step == 150 else 5.0 - step / 300) for step in range(300)]
     ticks = [float(word) for word in words(curve_svg({"loss": points}, "", "", "")) if re.fullmatch(r"[\d.]+K?", word) and "K" not in word]
