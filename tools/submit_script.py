@@ -35,11 +35,15 @@ port=$(({first_port} + SLURM_JOB_ID % {ports}))
 {environment}{setup}
 echo "$(date '+%F %T') job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $SLURM_JOB_NODELIST; the ranks meet at $head:$port"
 
-srun {srun} \\
-    "$python" -m megadcp.train.torchrun \\
-    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={processes} --master-addr="$head" --master-port="$port" \\
-    -m megadcp.train.job "$run"
-code=$?
+# A rank that runs out of memory leaves a note; the next start reads it, and its plans take less memory (health.oom_restarts).
+for _ in {{1..{starts}}}; do
+    srun {srun} \\
+        "$python" -m megadcp.train.torchrun \\
+        --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={processes} --master-addr="$head" --master-port="$port" \\
+        -m megadcp.train.job "$run"
+    code=$?
+    compgen -G "$run/ranks/oom-*.json" > /dev/null || break
+done
 
 # 0: the run is finished. {stopped}: it saved and stopped, and goes on in the next job. Anything else: it failed, and the log says why.
 echo "$(date '+%F %T') job $SLURM_JOB_ID: the ranks ended with exit code $code"
@@ -87,7 +91,7 @@ def render(config: Config, made_by: str) -> str:
     what = f"Run {config.run.name}: {cluster.nodes} {_s(cluster.nodes, 'node')} x {cluster.processes} {_s(cluster.processes, 'rank')}"
     body = BODY.format(
         run=run, python=shlex.quote(python), head=head, first_port=FIRST_PORT, ports=PORTS, environment=_environment(config), setup=_setup(config),
-        srun=_srun(config), processes=cluster.processes, stopped=STOPPED, after=after,
+        srun=_srun(config), processes=cluster.processes, starts=config.health.oom_restarts + 1, stopped=STOPPED, after=after,
     )  # fmt: skip
     return "\n".join([HEAD.format(what=what, made_by=made_by, script=script, run=run), *_options(config), "", body])
 
@@ -156,4 +160,4 @@ def _srun(config: Config) -> str:
         here = os.fspath(Path.cwd())
         mounts = ",".join(dict.fromkeys([f"{ROOT}:{ROOT}", f"{here}:{here}", *slurm.mounts]))
         options += [f"--container-image={shlex.quote(slurm.container)}", f"--container-mounts={shlex.quote(mounts)}", '--container-workdir="$PWD"']
-    return " \\\n    ".join(options) if slurm.container else " ".join(options)
+    return " \\\n        ".join(options) if slurm.container else " ".join(options)

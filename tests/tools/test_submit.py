@@ -118,8 +118,8 @@ def test_four_nodes_of_h200(tools: dict[str, ModuleType], tmp_path: Path) -> Non
         "#SBATCH --mem=0", "#SBATCH --time=1-00:00:00", "#SBATCH --signal=USR1@600", "#SBATCH --requeue", "#SBATCH --dependency=singleton",
         f"#SBATCH --chdir={Path.cwd()}", "#SBATCH --output=runs/gpt_8b/slurm/%x-%j.log", "#SBATCH --open-mode=append", "run=runs/gpt_8b",
         'head=${MEGADCP_HEAD:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}', 'export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"',
-        "srun --kill-on-bad-exit=1 --cpu-bind=none \\",
-        '    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=8 --master-addr="$head" --master-port="$port" \\',
+        "    srun --kill-on-bad-exit=1 --cpu-bind=none \\",
+        '        --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=8 --master-addr="$head" --master-port="$port" \\',
         '    scontrol requeue "$SLURM_JOB_ID" || echo "not queued again; to go on: sbatch runs/gpt_8b/slurm/job.sh"',
     ):  # fmt: skip
         assert line in [each.split("  #")[0].rstrip() for each in script.splitlines()], line
@@ -141,9 +141,9 @@ def test_what_can_be_asked_of_a_job(tools: dict[str, ModuleType], tmp_path: Path
     for line in (
         "#SBATCH --partition=gpu", "#SBATCH --account=lab", "#SBATCH --time=2:00:00", "#SBATCH --signal=USR1@120", "#SBATCH --gres=gpu:h200:4",
         "#SBATCH --cpus-per-task=96", "#SBATCH --qos=high", '#SBATCH --comment="a b"', "#SBATCH --no-requeue", "head=${MEGADCP_HEAD:-10.0.0.7}",
-        "module load cuda", "python=/opt/python", "    --cpus-per-task=96 \\", "    --container-image='registry#image:1' \\",
-        f"    --container-mounts={TOOLS.parent}:{TOOLS.parent},{Path.cwd()}:{Path.cwd()},/data:/data \\" if Path.cwd() != TOOLS.parent
-        else f"    --container-mounts={TOOLS.parent}:{TOOLS.parent},/data:/data \\", '    --container-workdir="$PWD" \\',
+        "module load cuda", "python=/opt/python", "        --cpus-per-task=96 \\", "        --container-image='registry#image:1' \\",
+        f"        --container-mounts={TOOLS.parent}:{TOOLS.parent},{Path.cwd()}:{Path.cwd()},/data:/data \\" if Path.cwd() != TOOLS.parent
+        else f"        --container-mounts={TOOLS.parent}:{TOOLS.parent},/data:/data \\", '        --container-workdir="$PWD" \\',
     ):  # fmt: skip
         assert line in lines, line
     assert "scontrol requeue" not in script
@@ -165,9 +165,9 @@ def test_the_signal_is_one_that_the_trainer_and_its_launcher_hear(tools: dict[st
     assert number in torchrun.PASSED_ON
 
 
-def run_script(bench: Bench, script: str, code: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What SLURM does with a script: run it, in the folder that it names, once."""
-    bench.program("srun", f'env > "{bench.folder}/srun.env"; exit {code}')
+def run_script(bench: Bench, script: str, code: int | str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What SLURM does with a script: run it, in the folder that it names. `code`: how srun ends, or what it does."""
+    bench.program("srun", f'env > "{bench.folder}/srun.env"; {code if isinstance(code, str) else f"exit {code}"}')
     bench.program("scontrol", 'case "$1" in show) printf "n7\\nn8\\n";; esac')
     (bench.folder / "job.sh").write_text(script, encoding="utf-8")
     environment = {**os.environ, "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]", "SLURM_JOB_NUM_NODES": "2", **environment}
@@ -182,6 +182,16 @@ def test_a_job_is_queued_again_only_when_it_was_stopped(bench: Bench, tools: dic
     assert len(bench.calls("srun")) == 1
     assert f"the ranks ended with exit code {code}" in done.stdout
     assert done.stderr == ""
+
+
+def test_a_rank_that_ran_out_of_memory_starts_the_ranks_again(bench: Bench, tools: dict[str, ModuleType]) -> None:
+    """The note decides, not the code: ranks that hang after it are killed with others. Whoever starts next removes it."""
+    script, notes = rendered(tools, *SMALL, "health.oom_restarts=2"), "runs/small/ranks"
+    once = f"if [ -d {notes} ]; then rm -r {notes}; exit 0; fi; mkdir -p {notes}; touch {notes}/oom-3.json; exit 137"
+    assert run_script(bench, script, once).returncode == 0
+    assert len(bench.calls("srun")) == 2
+    assert run_script(bench, script, f"mkdir -p {notes}; touch {notes}/oom-3.json; exit 71").returncode == 71
+    assert len(bench.calls("srun")) == 2 + 3, "never for ever"
 
 
 def test_a_job_that_is_not_to_be_queued_again(bench: Bench, tools: dict[str, ModuleType]) -> None:
