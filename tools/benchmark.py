@@ -16,6 +16,7 @@ NAMES = {
     "step": "a training step against transformers' model of the same shape in a plain PyTorch loop",
     "regroup": "planned steps against static ones on the same documents, on several ranks of this machine",
     "parallel": "what tp, pp, cp and lanes cost against one process, per token",
+    "checkpoint": "saving and loading a training state against torch.save and plain torch.distributed.checkpoint",
     "planner": "plans against lower bounds, static layouts and megatron-core's scheduler; planning time",
 }
 

@@ -6,8 +6,6 @@ step-00000800/
     meta.json               counters, order, config, random states
     manifest.json           size and sha256 of the files above; written last
 NAME is KIND.PARAMETER; kinds: model (the weights), master (fp32 behind narrow weights), exp_avg, exp_avg_sq (the moments).
-While it is written, the hidden draft folder also has rank-00003.json from each rank that is done: what its file holds, size and sha256.
-
 Format 1 (model.safetensors and optimizer.safetensors with whole tensors, made by earlier versions) can still be read.
 """
 
@@ -18,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,11 +80,6 @@ def folder_name(step: int) -> str:
 def file_name(rank: int) -> str:
     """rank-00003.safetensors."""
     return f"rank-{rank:05d}.safetensors"
-
-
-def part_name(rank: int) -> str:
-    """rank-00003.json."""
-    return f"rank-{rank:05d}.json"
 
 
 def key_of(name: str, offsets: Sequence[int]) -> str:
@@ -256,11 +249,11 @@ def files_of(folder: Path) -> tuple[int, dict[str, tuple[Any, Any]], int]:
     return form, found, step
 
 
-def merge(parts: Iterable[Mapping[str, Any]], where: Path) -> Index:
-    """The index of all parts. CheckpointError where two ranks mean different tensors by one name, or together not all of one."""
+def merge(parts: Iterable[Index], where: Path) -> Index:
+    """The index of all ranks' files. CheckpointError where two ranks mean different tensors by one name, or together not all of one."""
     whole: Index = {}
     for part in parts:
-        for name, entry in index_from_json(part.get("tensors"), where).items():
+        for name, entry in part.items():
             known = whole.setdefault(name, Entry(entry.dtype, entry.shape))
             if (known.dtype, known.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(f"{where}: ranks disagree on {name}: {known.dtype} {known.shape} and {entry.dtype} {entry.shape}")

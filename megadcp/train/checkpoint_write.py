@@ -1,17 +1,16 @@
 """One rank's share of a save, as torch.distributed.checkpoint runs it: which boxes (planner), a copy of them (stager), its file (writer).
 
 Every rank calls `dcp.async_save(boxes, no_dist=True)` for itself: what it writes follows from the layout alone, so nothing is negotiated and
-no collective runs in the background. That all ranks are done is seen by their parts in the draft folder.
+no collective runs in the background.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,32 +25,38 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from megadcp.parallel.boxes import Box
-from megadcp.train.checkpoint_format import Entry, Index, StoredBox, check_file, file_name, index_to_json, key_of, part_name, write_tensors
+from megadcp.train.checkpoint_format import Entry, Index, StoredBox, check_file, file_name, key_of, write_tensors
 
 ALIGN = 64  # bytes: where tensors begin in the host copy
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one rank does of one save. token: of this job, so that nobody takes leftovers of an earlier one for parts of this save."""
+class Part:
+    """What one rank has written: a file, what it holds, and the rank's own JSON values."""
 
-    folder: Path
-    step: int
-    rank: int
-    token: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def begin(self) -> dict[str, Any]:
-        """How its part begins."""
-        return {"step": self.step, "rank": self.rank, "token": self.token}
+    file: str
+    bytes: int
+    sha256: str
+    index: Index
+    own: Mapping[str, Any]
 
 
-def start(share: Share, boxes: Sequence[Box], stager: AsyncStager, written: Callable[[], None]) -> Future[Any]:
-    """Copy the boxes, then write them in the background; written() is called there when the share is on the disk."""
+def start(draft: Path, rank: int, boxes: Sequence[Box], stager: AsyncStager, own: Mapping[str, Any]) -> Future[Part]:
+    """Copy the boxes, then write them in the background into the folder `draft`, and check what was written."""
     quiet()
-    writer = _Writer(share, written)
-    made = async_save({"boxes": list(boxes)}, storage_writer=writer, planner=_Planner(), async_stager=stager, no_dist=True)
-    return cast("Future[Any]", made)
+    writer = _Writer(draft, rank)
+    made = cast("Future[Any]", async_save({"boxes": list(boxes)}, storage_writer=writer, planner=_Planner(), async_stager=stager, no_dist=True))
+    part: Future[Part] = Future()
+
+    def done(_: Future[Any]) -> None:
+        error = made.exception()
+        if error is not None:
+            part.set_exception(error)
+        else:
+            part.set_result(Part(file_name(rank), *writer.file, writer.index, own))
+
+    made.add_done_callback(done)
+    return part
 
 
 def quiet() -> None:
@@ -141,11 +146,12 @@ def _write_item(box: Box) -> WriteItem:
 
 
 class _Writer(StorageWriter):
-    """rank-N.safetensors, checked after it was written, and then rank-N.json, which says that it is there."""
+    """Writes rank-N.safetensors, and reads it once more: its checksum must be that of what was written."""
 
-    def __init__(self, share: Share, written: Callable[[], None]) -> None:
-        self.share, self.written = share, written
+    def __init__(self, draft: Path, rank: int) -> None:
+        self.path = draft / file_name(rank)
         self.file: tuple[int, str] = (0, "")
+        self.index: Index = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
@@ -160,26 +166,18 @@ class _Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         items = [(item, item.tensor_data) for item in plan.items if item.tensor_data is not None]
         boxes = [(key_of(item.index.fqn, item.index.offset or ()), data.properties.dtype, tuple(data.chunk.sizes)) for item, data in items]
-        path = self.share.folder / file_name(self.share.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = write_tensors(path, boxes, lambda each: cast(Tensor, planner.resolve_data(items[each][0])))
-        check_file(path, *self.file)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = write_tensors(self.path, boxes, lambda each: cast(Tensor, planner.resolve_data(items[each][0])))
+        check_file(self.path, *self.file)
         done: TorchFuture[list[WriteResult]] = TorchFuture()
-        done.set_result([WriteResult(item.index, 0, path.name) for item, _ in items])
+        done.set_result([WriteResult(item.index, 0, self.path.name) for item, _ in items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        index: Index = {}
         for name, each in metadata.state_dict_metadata.items():
             assert isinstance(each, TensorStorageMetadata)
-            boxes = [StoredBox(tuple(c.offsets), tuple(c.sizes), file_name(self.share.rank), key_of(name, c.offsets)) for c in each.chunks]
-            index[name] = Entry(each.properties.dtype, tuple(each.size), boxes)
-        size, sha256 = self.file
-        part = {**self.share.begin(), "bytes": size, "sha256": sha256, "extra": self.share.extra, "tensors": index_to_json(index)}
-        path = self.share.folder / part_name(self.share.rank)  # appears whole; it need not outlive the machine
-        path.with_suffix(".new").write_text(json.dumps(part), encoding="utf-8")
-        os.replace(path.with_suffix(".new"), path)
-        self.written()
+            boxes = [StoredBox(tuple(c.offsets), tuple(c.sizes), self.path.name, key_of(name, c.offsets)) for c in each.chunks]
+            self.index[name] = Entry(each.properties.dtype, tuple(each.size), boxes)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -22,6 +22,15 @@ def gather(value: Value, group: Group) -> list[Value]:
     return found
 
 
+def collect(value: Value, group: Group) -> list[Value]:
+    """Everybody's value on the first rank, in group order; [] on the others."""
+    if group.handle is None:
+        return [value]
+    found: list[Value] | None = [value] * group.size if group.index == 0 else None
+    dist.gather_object(value, found, group.ranks[0], group=group.handle)
+    return found or []
+
+
 def largest(number: int, group: Group) -> int:
     """The largest of everybody's numbers."""
     return int(all_reduce(torch.tensor(number), group, "max"))

@@ -516,17 +516,14 @@ def test_a_manifest_names_files_of_a_checkpoint_only(run):
         open_checkpoint(path)
 
 
-def test_leftovers_of_another_job_are_no_parts_of_a_save(run, monkeypatch):
-    """A job that was killed has left a finished part of the same step in a draft; its token is another one."""
-    monkeypatch.setattr(checkpoint_save.secrets, "token_hex", lambda size: "equal")
-    draft = run.checkpoints / ".step-00000002.draft-equal"
+def test_a_draft_that_a_killed_job_has_left_gets_into_no_checkpoint(run):
+    draft = run.checkpoints / ".step-00000002.draft-0123456789abcdef"
     draft.mkdir(parents=True)
-    (draft / "rank-00000.json").write_text(json.dumps({"step": 2, "rank": 0, "token": "older"}))
-    monkeypatch.setattr(checkpoint_write._Writer, "finish", lambda self, metadata, results: self.written())
-    saver = saver_of(run)
-    saver.save(2, boxes(2), {"step": 2})
-    with pytest.raises(SaveFailed, match="is of another save"):
-        saver.finish()
+    (draft / "rank-00001.safetensors").write_bytes(b"older")
+    put(run, 2)
+    path = run.checkpoints / "step-00000002"
+    assert [each.name for each in run.checkpoints.iterdir()] == [path.name]
+    assert sorted(each.name for each in path.iterdir()) == ["manifest.json", "meta.json", DATA, "tensors.json"]
 
 
 def die_at(count: int, run: RunFolder, steps: list[int], keep_last: int) -> int:

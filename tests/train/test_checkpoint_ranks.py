@@ -36,8 +36,8 @@ def rows(rank: int, value: float) -> list[Box]:
     return found + ([Box("model.w", (7, 3), (6, 0), torch.full((1, 3), float(value + rank)))] if rank == 2 else [])
 
 
-def saver_of(run, group, said, **more):
-    return Saver(run, CheckpointConfig(keep_last=2), said.append, group, **more)
+def saver_of(run, group, said):
+    return Saver(run, CheckpointConfig(keep_last=2), said.append, group)
 
 
 def save(saver, step):
@@ -110,21 +110,6 @@ def test_one_rank_that_fails_is_everybodys_failure(tmp_path, fault, rank):
     run = RunFolder(tmp_path)
     assert run.latest.read_text() == "checkpoints/step-00000003\n"
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step-00000001", "step-00000003"]
-
-
-def test_a_part_that_never_comes(tmp_path):
-    """A folder that rank 0 does not share, or a rank that stands still."""
-
-    def work(group):
-        saver = saver_of(RunFolder(tmp_path), group, [], parts_seconds=0.3)
-        if group.index == 1:
-            checkpoint_write._Writer.finish = lambda self, metadata, results: self.written()
-        return outcome(lambda: save(saver, 1))
-
-    results = run_ranks(3, with_pool, work)
-    assert (
-        results == ["SaveFailed: the checkpoint of step 1 could not be written (rank 0): rank 1 has not written its share within 0 s of rank 0"] * 3
-    )
 
 
 def test_all_ranks_see_the_end_of_a_save_in_the_same_step(tmp_path):
@@ -215,7 +200,9 @@ def draw() -> tuple[float, float, float]:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("data"))
+    made = write_corpus(tmp_path_factory.mktemp("data"))
+    new_state(settings(made, Layout()), CPU).optimizer.make_room(1)  # what torch imports late is imported before any rank is forked
+    return made
 
 
 def test_random_states_are_each_ranks_own_and_rank_0s_in_another_layout(prefix, tmp_path):
