@@ -32,7 +32,7 @@ class StepProfile:
         warm = self._first > 1 and step == self._first - 1  # starting a profiler takes a while: not in the first step that is shown
         if self._count and self._profile is None and (warm or step == self._first):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
-            plan = schedule(wait=0, warmup=int(warm), active=self._count, repeat=1)
+            plan = schedule(wait=0, warmup=1, active=self._count, repeat=1) if warm else None
             self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
             self._profile.start()
         if self._cuda and self._count and step == self._first:
@@ -60,7 +60,7 @@ class StepProfile:
         except (OSError, RuntimeError) as error:
             self._say(f"WARNING: the profile could not be written ({error})")
             return
-        self._say(f"profile of steps {self._first} to {min(self._last, self._first + self._count - 1)}: {self._path} (for ui.perfetto.dev)")
+        self._say(f"profile of steps {self._first} to {self._last}: {self._path} (for ui.perfetto.dev)")
 
     def __enter__(self) -> StepProfile:
         return self

@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import struct
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fake_wandb import calls, write_fake
 from train_helpers import config
 
 from megadcp.config.check import UserError
@@ -15,79 +18,17 @@ from megadcp.train import trackers
 from megadcp.train.metrics import MetricsFile, read_metrics
 from megadcp.train.trackers import Numbers, ProcessTracker, TrackedMetrics, TrackedRun, check_trackers, open_trackers, wandb_id
 
-FAKE = """
-import json, os, sys, time
-BEHAVIOUR = {behaviour!r}
-print("wandb: talks to people")
-
-def note(folder, **what):
-    with open(os.path.join(folder, "calls.jsonl"), "a") as file:
-        file.write(json.dumps(what) + "\\n")
-
-class Settings:
-    def __init__(self, **values):
-        self.values = values
-
-class Run:
-    def __init__(self, folder, offline):
-        self.folder, self.offline, self.dir, self.url = folder, offline, folder + "/wandb/offline-run/files", "https://wandb.example/run"
-
-    def define_metric(self, name, step_metric=None):
-        note(self.folder, call="define_metric", name=name, step_metric=step_metric)
-
-    def log(self, row, step):
-        if BEHAVIOUR == "log hangs":
-            time.sleep(1000)
-        if BEHAVIOUR == "log raises":
-            raise RuntimeError("the service is gone")
-        if BEHAVIOUR == "log dies":
-            os._exit(7)
-        note(self.folder, call="log", row=row, step=step)
-
-    def finish(self, exit_code):
-        note(self.folder, call="finish", exit_code=exit_code, pid=os.getpid())
-        if BEHAVIOUR == "finish hangs":
-            import subprocess
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-            note(self.folder, call="child", pid=child.pid)
-            time.sleep(1000)
-
-def init(**values):
-    note(values["dir"], call="init", stdin=sys.stdin.read(), **{{key: value for key, value in values.items() if key != "settings"}})
-    if BEHAVIOUR == "slow init":
-        time.sleep(2)
-    if BEHAVIOUR == "init raises" or (BEHAVIOUR == "no network" and values["mode"] != "offline"):
-        raise RuntimeError("no way\\nto the server")
-    if BEHAVIOUR == "init hangs":
-        time.sleep(1000)
-    return Run(values["dir"], values["mode"] == "offline" or BEHAVIOUR == "no key")
-
-def teardown():
-    pass
-"""
-
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """fake("init raises") makes `import wandb` find a package that behaves so."""
 
-    def make(behaviour: str) -> None:
-        folder = tmp_path / "fake" / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "__init__.py").write_text(FAKE.format(behaviour=behaviour))
-
     monkeypatch.syspath_prepend(str(tmp_path / "fake"))
-    return make
+    return lambda behaviour: write_fake(tmp_path / "fake", behaviour)
 
 
 def run_of(folder: Path, timeout_s: float = 20.0) -> TrackedRun:
     return TrackedRun("wandb", str(folder), "test", {"optim": {"lr": 0.1}}, 0, timeout_s, "abc", "auto", "project", "", ("a", "b"))
-
-
-def calls(folder: Path, name: str) -> list[dict]:
-    path = folder / "calls.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if row["call"] == name]
 
 
 def test_rows_reach_the_tracker_in_order(tmp_path, fake):
@@ -286,6 +227,52 @@ def test_tensorboard_files_have_the_last_life_of_each_step(tmp_path):
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert [(one.step, one.value) for one in found.Scalars("life")] == [(s, 1.0) for s in range(1, 6)] + [(s, 2.0) for s in range(6, 10)]
+
+
+@pytest.mark.slow
+def test_the_real_wandb_keeps_every_row(tmp_path, monkeypatch):
+    """C69 and C67 with the package itself, without a key: rows of two lives, and a validation, on the axis of steps."""
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    setup = config("x", log={"wandb": True})
+    said: list[str] = []
+    for last, steps, life in ((0, range(1, 9), 1), (5, range(6, 10), 2)):
+        (tracker,) = open_trackers(setup, tmp_path, last, said.append)
+        for step in steps:
+            tracker.write({"step": step, "life": life})
+        tracker.write({"step": steps[-1], "validation_loss": 2.0, "name": "held out"})
+        tracker.close()
+    assert not any("WARNING" in line for line in said), said
+    assert any("it has no key" in line for line in said)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert len({path.name for path in files}) == 1, "one run"
+    rows = [row for path in files for row in _history(path)]
+    assert [(row["step"], row["life"]) for row in rows if "life" in row] == [(s, 1) for s in range(1, 9)] + [(s, 2) for s in range(6, 10)]
+    assert [row["step"] for row in rows if row.get("validation/held out/loss") == 2.0] == [8, 9]
+    numbers = [row["_step"] for row in rows]
+    assert numbers == sorted(set(numbers)), "wandb drops rows whose number does not grow"
+
+
+def _history(path: Path) -> Iterator[dict]:
+    """Rows of an offline run: records of protobuf in blocks of 32 KiB, each with checksum, length and kind of piece, after a head of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, piece = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        piece += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record.FromString(piece)
+            piece = b""
+            if record.WhichOneof("record_type") == "history":
+                yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 def test_the_package_of_a_tracker_is_not_imported_by_the_trainer():
