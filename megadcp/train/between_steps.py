@@ -18,6 +18,7 @@ from megadcp.train.timeline import add_timeline, is_due
 from megadcp.train.together import gather
 
 FAILED = 1
+SLOW_STEPS = 30  # for which a lane is slow before it is told of: a busy moment is nobody's business
 
 
 def bad_step(run: Run, problem: str) -> int | Rollback | None:
@@ -85,22 +86,23 @@ def keep_timeline(run: Run, plan: StepPlan, result: StepResult) -> None:
 
 
 def _tell_stragglers(run: Run, lanes: LaneSpeeds) -> None:
-    """One line for each lane that is slow, and one when it is no longer."""
+    """One line for a lane that stays slow, and one when it is no longer."""
     factor = run.config.health.straggler_factor
     if not factor:
         return
     slowness = lanes.slowness()
     for lane, value in enumerate(slowness):
-        if value > factor and lane not in run.slow:
-            run.slow.add(lane)
-            text = f"lane {lane} is slow: the same work takes {value:.2f} times as long there as on lane {slowness.index(1.0)}"
+        before = run.slow.pop(lane, 0)
+        if value > factor or (before >= SLOW_STEPS and value > 1 + 0.5 * (factor - 1)):
+            run.slow[lane] = before + 1
+        elif before >= SLOW_STEPS:
+            run.console.say(f"lane {lane} is no longer slow")
+        if run.slow.get(lane) == SLOW_STEPS:
+            text = f"lane {lane} is slow: the same work takes {value:.2f} times as long there as on lane {slowness.index(min(slowness))}"
             if not run.config.plan.refit_lane_speed:
                 text += "; plan.refit_lane_speed=true gives it less work"
             run.console.say(text)
             run.incident("straggler", text, lane=lane, factor=round(value, 3))
-        elif value < 1 + 0.5 * (factor - 1) and lane in run.slow:
-            run.slow.discard(lane)
-            run.console.say(f"lane {lane} is no longer slow")
 
 
 def agreed(run: Run, wanted: bool) -> bool:

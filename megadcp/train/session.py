@@ -68,7 +68,7 @@ class Run:
     heart: Heart
     exporter: Exporter
     saved_step: int = -1
-    slow: set[int] = field(default_factory=set)  # lanes that were told of
+    slow: dict[int, int] = field(default_factory=dict)  # lane -> steps for which it has been slow without a break
     asked: float = 0.0  # whether any rank wants to stop, as the ranks last agreed
 
     @property

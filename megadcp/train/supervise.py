@@ -205,6 +205,7 @@ class _Supervision:
     def _kill(self, how: str) -> None:
         """End what is left, with all that it started, and show where it was."""
         before = {rank: len(_tail(_stderr_file(self.folder, rank), -1)) for rank in self.processes}
+        self._send(signal.SIGCONT)  # one that was stopped can tell nothing
         self._send(STACKS)
         time.sleep(DUMP_SECONDS)
         self._send(signal.SIGKILL, group=True)

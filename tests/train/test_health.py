@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from train_helpers import config, write_corpus
 from megadcp.config.check import UserError, check
 from megadcp.config.schema import HealthConfig
 from megadcp.data.order import open_training
-from megadcp.train import checkpoint, health, loop, run_folder, session
+from megadcp.train import between_steps, checkpoint, health, loop, run_folder, session
 from megadcp.train.health import HUNG, BadSteps, Heart, heart_file, overdue
 from megadcp.train.incidents import add_incident, read_incidents
 from megadcp.train.loop import FAILED, FINISHED, train
@@ -363,6 +364,31 @@ def test_spikes(prefix, tmp_path, monkeypatch, policy):
         assert "times the median" in row["problem"]
     else:
         assert (skipped, kept.meta["updates"], kept.meta["rollbacks"], kept.meta["place"]) == ([], 12, 1, 15)
+
+
+# ------------------------------------------------------------------------------------------------------------- slow lanes
+def test_a_lane_that_stays_slow_is_told_of_once(prefix):
+    said, incidents, lanes = [], [], types.SimpleNamespace()
+    run = types.SimpleNamespace(
+        config=config(prefix, health={"straggler_factor": 1.2}), slow={}, console=types.SimpleNamespace(say=said.append),
+        incident=lambda kind, text, **more: incidents.append((kind, more["lane"])),
+    )  # fmt: skip
+
+    def steps(count, *slowness):
+        lanes.slowness = lambda: list(slowness)
+        for _ in range(count):
+            between_steps._tell_stragglers(run, lanes)
+
+    steps(between_steps.SLOW_STEPS - 1, 1.0, 1.5)
+    steps(1, 1.0, 1.0)
+    assert said == []  # a busy moment
+    steps(2 * between_steps.SLOW_STEPS, 1.0, 1.5)
+    steps(5, 1.0, 1.15)
+    (line,) = said
+    assert line.startswith("lane 1 is slow: the same work takes 1.50 times as long there as on lane 0")
+    steps(1, 1.0, 1.05)
+    assert said[1:] == ["lane 1 is no longer slow"]
+    assert incidents == [("straggler", 1)]
 
 
 # ----------------------------------------------------------------------------------------------------- a folder without locks

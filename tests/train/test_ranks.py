@@ -13,6 +13,7 @@ from train_helpers import config, write_corpus
 
 from megadcp.config.run_file import dump_run
 from megadcp.config.schema import TokenizerConfig
+from megadcp.plan.plan_file import read_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = (
@@ -107,6 +108,43 @@ def test_a_signal_saves_and_stops_all_ranks(corpus, tmp_path):
     done = rows(tmp_path, "run")[-1]["step"]
     assert f"after step {done}, saved" in out.replace(",", "") or f"after step {done:,}, saved" in out
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:08d}").is_dir()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_all_and_lanes_that_are_slow_get_less_work(corpus, tmp_path, monkeypatch):
+    """Rank 1 takes (says that it takes) twice as long: all ranks plan with its speed, also after a restart, and the losses stay."""
+    whole = settings(corpus, tmp_path, "whole", run={"steps": 24}, cluster={"processes": 2})
+    assert start(whole, tmp_path)[0] == 0
+    (tmp_path / "sitecustomize.py").write_text(SLOW_RANK.format(folder=str(tmp_path)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    adapting = settings(corpus, tmp_path, run={"steps": 24}, cluster={"processes": 2}, plan={"refit_lane_speed": True})
+    code, out, errors = start(adapting, tmp_path)
+    assert code == 75, (out, errors)
+    assert "stopped by a signal to another rank after step 18" in out
+    code, out, errors = start(adapting, tmp_path)
+    assert code == 0, (out, errors)
+    assert losses(tmp_path, "run")[0] == pytest.approx(losses(tmp_path, "whole")[0], rel=5e-6)
+    speeds = [plan.lane_speed for plan in read_plans(tmp_path / "run")]
+    assert set(speeds[:14]) == {()}
+    assert all(one[0] == 1.0 and 0.4 < one[1] < 0.65 for one in speeds[18:])
+    assert all(row["lane_ratios"][0] > 0 for row in rows(tmp_path, "run") if "loss" in row and row["lane_ratios"][0])
+
+
+SLOW_RANK = """
+import os
+if os.environ.get("RANK") in ("0", "1"):
+    import signal, pathlib
+    import megadcp.train.across as across
+
+    def own(plan, microbatches, lane):
+        mark = pathlib.Path({folder!r}, "asked")
+        if plan.step == 16 and lane == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return (2.0 if lane else 1.0), 1.0
+
+    across.own_seconds = own
+"""
 
 
 def test_what_can_not_be_planned_is_refused_before_any_rank(corpus, tmp_path):
