@@ -114,6 +114,7 @@ def test_parameters_are_as_before_when_buffers_close():
     first.close()  # must not take away what the second gave
     weight = made.layers["0"].mlp.up.weight
     assert weight.main_grad is second._wide[second.names.index("layers.0.mlp.up.weight")]
+    assert weight.grad_added_to_main_grad is False  # Transformer Engine answers only where this is there
     second.close()
     assert not hasattr(weight, "main_grad")
     made(packed(0), Placement()).backward()
