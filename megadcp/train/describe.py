@@ -42,6 +42,7 @@ def describe(
         _backend(config, device),
         *_memory(config, device),
         _mfu(config, device),
+        _watching(config),
         _checkpoints(config),
         _health(config),
     ]
@@ -137,6 +138,19 @@ def _mfu(config: Config, device: torch.device) -> str:
     return (
         f"mfu: against {flops_text(peak)} (dense bf16, hardware.peak_flops of {config.hardware.name}); model FLOPs of real lengths, without recompute"
     )
+
+
+def _watching(config: Config) -> str:
+    log = config.log
+    parts = [f"metrics.jsonl has every step, the console every {log.every:,}"]
+    parts += [f"timelines of every {log.timeline_every:,} steps and the last"] if log.timeline_every else []
+    parts += [f"wandb, project {log.wandb_project}"] if log.wandb else []
+    parts += ["TensorBoard"] if log.tensorboard else []
+    if log.profile_steps:
+        first, count = log.profile_steps
+        ranks = ", ".join(map(str, log.profile_ranks))
+        parts.append(f"profile of steps {first:,} to {first + count - 1:,} by rank{'s' if len(log.profile_ranks) != 1 else ''} {ranks}")
+    return f"watching: {'; '.join(parts)}"
 
 
 def _checkpoints(config: Config) -> str:
