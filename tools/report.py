@@ -30,6 +30,7 @@ from megadcp.plan.report import layout_line
 from megadcp.plan.step_plan import LEVELS
 
 MARK = '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'  # how a page of this tool begins
+MOST_INCIDENTS = 200  # in the table, newest ones
 Points = list[tuple[float, float]]
 
 
@@ -244,7 +245,10 @@ class Page:
             (str(row.get("time", "")), str(row.get("step", "")), str(row.get("kind", "")), str(row.get("text", ""))) for row in self.run.incidents
         ]
         nothing = '<p class="note">None: no restart, no skipped step, no slow lane.</p>'
-        return Section("incidents", "Incidents", [table(("time (UTC)", "step", "kind", "what happened"), rows, (1,)) if rows else nothing])
+        left = len(rows) - MOST_INCIDENTS
+        more = f'<p class="note">{left:,} older ones are in incidents.jsonl.</p>' if left > 0 else ""
+        shown = table(("time (UTC)", "step", "kind", "what happened"), rows[-MOST_INCIDENTS:], (1,)) if rows else nothing
+        return Section("incidents", "Incidents", [shown, more])
 
     def settings(self) -> Section:
         """run.yaml."""
