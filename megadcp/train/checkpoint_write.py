@@ -28,6 +28,7 @@ from megadcp.parallel.boxes import Box
 from megadcp.train.checkpoint_format import Entry, Index, StoredBox, check_file, file_name, key_of, write_tensors
 
 ALIGN = 64  # bytes: where tensors begin in the host copy
+BUFFER = 1 << 28  # bytes of one piece of it, unless a single tensor is larger
 
 
 @dataclass(frozen=True)
@@ -81,24 +82,21 @@ class Stager(AsyncStager):
 
     def __init__(self, copies: bool = True) -> None:
         self.copies = copies
-        self.buffer: Tensor | None = None
+        self.buffers: list[Tensor] = []
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The same boxes with values of their own."""
         boxes: list[Box] = state_dict["boxes"]
         if not self.copies:
             return state_dict
-        starts, size = [], 0
-        for box in boxes:
-            starts.append(size)
-            size += -(-box.nbytes // ALIGN) * ALIGN
+        places, sizes = _places(boxes)
         devices = {box.values.device for box in boxes if box.values.is_cuda}
-        if self.buffer is None or self.buffer.numel() < size:
-            self.buffer = None  # the old one first: never two
-            self.buffer = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
+        if [buffer.numel() for buffer in self.buffers] != sizes:
+            self.buffers = []  # the old ones first: never two copies
+            self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices)) for size in sizes]
         copied = []
-        for box, begin in zip(boxes, starts, strict=True):
-            values = self.buffer[begin : begin + box.nbytes].view(box.values.dtype).view(box.sizes)
+        for box, (number, begin) in zip(boxes, places, strict=True):
+            values = self.buffers[number][begin : begin + box.nbytes].view(box.values.dtype).view(box.sizes)
             values.copy_(box.values, non_blocking=True)
             copied.append(Box(box.name, box.whole, box.offsets, values))
         for device in devices:
@@ -110,7 +108,19 @@ class Stager(AsyncStager):
 
     def close(self) -> None:
         """Give the memory back."""
-        self.buffer = None
+        self.buffers = []
+
+
+def _places(boxes: Sequence[Box]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Buffer and offset of each box, and the buffers' sizes: small ones, because torch rounds pinned memory up to a power of two."""
+    places, sizes = [], [0]
+    for box in boxes:
+        size = -(-box.nbytes // ALIGN) * ALIGN
+        if sizes[-1] and sizes[-1] + size > BUFFER:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    return places, sizes
 
 
 class _Planner(SavePlanner):

@@ -200,18 +200,28 @@ def test_one_copy_is_kept_and_used_again(run):
     for step in range(3):
         saver.save(step, boxes(step), {"step": step})
         saver.finish()
-        places.add((saver.stager.buffer.data_ptr(), saver.stager.buffer.numel()))
+        places.add(tuple((buffer.data_ptr(), buffer.numel()) for buffer in saver.stager.buffers))
     assert len(places) == 1
-    assert places.pop()[1] == 2 * 64 * 4
+    assert sum(size for _, size in places.pop()) == 2 * 64 * 4
     saver.close()
-    assert saver.stager.buffer is None
+    assert saver.stager.buffers == []
+
+
+def test_the_copy_is_made_of_pieces(run, monkeypatch):
+    monkeypatch.setattr(checkpoint_write, "BUFFER", 300)
+    saver = saver_of(run)
+    many = [whole(f"model.{number}", torch.full((size,), float(number))) for number, size in enumerate((10, 33, 200, 1, 1))]
+    saver.save(1, many, {"step": 1})
+    assert [buffer.numel() for buffer in saver.stager.buffers] == [64 + 192, 832, 128]
+    saver.finish()
+    assert all(torch.equal(tensor, many[int(name)].values) for name, tensor in read_weights(newest(run, pytest.fail)).items())
 
 
 def test_without_a_copy_it_returns_when_all_is_done(run):
     saver = saver_of(run, async_save=False)
     saver.save(1, boxes(1), {"step": 1})
     assert saver.complete == 1
-    assert saver.stager.buffer is None
+    assert saver.stager.buffers == []
 
 
 def poll_for_seconds(saver):
