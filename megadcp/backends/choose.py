@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megadcp.backends.gpu_probe import too_old_for_te
 from megadcp.backends.te_backend import RECIPES, TeBackend
 from megadcp.backends.te_probe import FAILURES, Te, TeUnavailable, installed_version, load
 from megadcp.backends.torch_sharded import torch_backend
@@ -16,8 +17,6 @@ from megadcp.mesh.groups import Group, cp_sizes
 from megadcp.nn.backend import Backend
 from megadcp.parallel.context import head_split
 from megadcp.parallel.tensor import local_heads
-
-HOPPER = (9, 0)  # the first compute capability whose fp8 products and packed attention are as fast as this backend is for
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,9 @@ def _usable(precision: PrecisionConfig, device: torch.device) -> Te:
         raise TeUnavailable(f"Transformer Engine is for bf16 and fp8, not for precision.format={precision.format}")
     if device.type != "cuda":
         raise TeUnavailable(f"Transformer Engine needs a GPU and this run is on a {device.type.upper()}")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < HOPPER:
-        raise TeUnavailable(f"Transformer Engine is taken from Hopper on (compute capability 9.0), and this GPU has {capability[0]}.{capability[1]}")
+    reason = too_old_for_te(torch.cuda.get_device_capability(device))
+    if reason:
+        raise TeUnavailable(reason)
     te = load()
     if precision.format in RECIPES:
         check = te.pytorch.is_fp8_block_scaling_available if precision.format == "fp8_block" else te.pytorch.is_fp8_available

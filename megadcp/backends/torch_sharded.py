@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megadcp.backends import apex_backend
+from megadcp.backends.gpu_probe import too_old_for_fp8
 from megadcp.backends.torch_backend import Embedding, TorchBackend
 from megadcp.backends.torch_fp8 import product_of
 from megadcp.config.check import UserError
@@ -17,8 +18,6 @@ from megadcp.nn.shard import mark
 from megadcp.parallel.product import PLAIN, PlainProduct, Product
 from megadcp.parallel.tensor import ColumnLinear, Places, RowLinear, VocabularyEmbedding, local_heads, stream_rows
 from megadcp.parallel.tensor_loss import parallel_cross_entropy, whole_logits
-
-FP8_FROM = (8, 9)  # compute capability
 
 
 def torch_backend(
@@ -38,9 +37,9 @@ def _product(dtype: torch.dtype, device: torch.device, fp8: str) -> Product:
     if fp8:
         if dtype != torch.bfloat16:
             raise ValueError(f"{fp8} rounds bf16 parameters and activations, not {dtype}")
-        if fp8 == "fp8_current" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_FROM:
-            have = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            raise UserError(f"precision.format={fp8}: this GPU has compute capability {have}, fp8 products need 8.9 or newer; legal here: bf16, fp32")
+        reason = too_old_for_fp8(fp8, torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+        if reason:
+            raise UserError(reason)
         return product_of(fp8)
     if dtype == torch.bfloat16 and device.type == "cuda" and apex_backend.probe().wgrad:
         return PlainProduct(apex_backend.add_product())

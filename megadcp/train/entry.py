@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megadcp.backends import te_probe
+from megadcp.backends import gpu_probe, te_probe
 from megadcp.config.check import UserError, check
 from megadcp.config.run_file import differences, dump_run, load_run
 from megadcp.config.schema import Config
@@ -48,6 +48,7 @@ def start(config: Config) -> int:
     check_exchange(config, begun=_steps_done(folder) > 0)
     if launch.place().by:
         return _as_rank(config, folder)
+    gpu_probe.refuse(config.precision, config.cluster.device)
     if config.cluster.world > 1 and config.cluster.nodes > 1:
         launch.join(config)  # says how several nodes are started
     with ExitStack() as held:

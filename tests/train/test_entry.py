@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megadcp.backends import te_probe
+from megadcp.backends import gpu_probe, te_probe
 from megadcp.config.check import UserError
 from megadcp.config.run_file import from_dict, load_run
 from megadcp.config.schema import Config
@@ -225,6 +225,14 @@ def test_what_can_not_run_here_leaves_nothing(trainer: Trainer, monkeypatch: pyt
     te = dataclasses.replace(asked, precision=dataclasses.replace(asked.precision, format="bf16", backend="te"))
     monkeypatch.setattr(te_probe, "installed_problem", lambda: "Transformer Engine is not installed")
     assert "precision.backend=te can't run here: Transformer Engine is not installed; install it by pip" in refused(te)
+    fp8 = dataclasses.replace(
+        asked,
+        model=dataclasses.replace(asked.model, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=64),
+        precision=dataclasses.replace(asked.precision, format="fp8_current"),
+        cluster=dataclasses.replace(asked.cluster, device="auto"),
+    )
+    monkeypatch.setattr(gpu_probe, "capabilities", lambda: [(8, 0)])
+    assert "precision.format=fp8_current: this GPU has compute capability 8.0" in refused(fp8)
     assert "attention_dropout" in refused(dataclasses.replace(asked, model=dataclasses.replace(asked.model, attention_dropout=0.1)))
     assert not Path("runs").exists()
 
