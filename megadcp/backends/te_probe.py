@@ -19,7 +19,7 @@ from typing import Any
 from megadcp.config.check import UserError
 
 # What this project's calls were checked against. 2.18 is the first with gathered keys of packed documents, 2.20 with a2a+p2p.
-OLDEST, NEWEST = (2, 20, 0), (2, 20, 2)
+OLDEST, NEWEST = (2, 20, 2), (2, 20, 2)
 INSTALL = 'pip install --no-build-isolation "transformer-engine[pytorch]==2.20.2"'
 TO_INSTALL = f"install it by {INSTALL}"
 PACKAGE = "transformer_engine"
@@ -80,11 +80,11 @@ def installed_problem() -> str:
         return "Transformer Engine is not installed"
     found = installed_version()
     numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", found)
-    tested = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    tested = " to ".join(dict.fromkeys(".".join(map(str, each)) for each in (OLDEST, NEWEST)))
     if numbers is None:
         return f"a module {PACKAGE} is here, but no version of it is known; tested: {tested}"
     if not OLDEST <= tuple(int(part or 0) for part in numbers.groups()) <= NEWEST:
-        return f"Transformer Engine {found} is outside the tested range, {tested}"
+        return f"Transformer Engine {found} is here, tested: {tested}"
     return "" if _has_extension() else f"only the Python part of Transformer Engine {found} is installed, without its extension for torch"
 
 

@@ -100,7 +100,7 @@ def test_a_recipe_that_the_device_does_not_have(hopper, monkeypatch):
 
 
 @pytest.mark.parametrize(("found", "works"), [
-    ("2.19.9", False), ("2.20.0", True), ("2.20.2", True), ("2.20.2+abc123", True), ("2.20.3", False), ("2.21.0", False), ("3.0", False), ("", False),
+    ("2.19.9", False), ("2.20.2", True), ("2.20.2+abc123", True), ("2.20.3", False), ("2.21.0", False), ("3.0", False), ("", False),
 ])  # fmt: skip
 def test_versions(hopper, monkeypatch, found, works):
     monkeypatch.setattr(te_probe, "installed_version", lambda: found)
@@ -108,7 +108,7 @@ def test_versions(hopper, monkeypatch, found, works):
     assert (choice.name == "te") is works
     if not works:
         assert "tested" in choice.why
-        with pytest.raises(UserError, match=r"2\.20\.0 to 2\.20\.2.*install it by pip install"):
+        with pytest.raises(UserError, match=r"tested: 2\.20\.2; install it by pip install"):
             choose(PrecisionConfig("bf16", "te"), CUDA)
 
 
