@@ -25,7 +25,7 @@ from megadcp.train import launch
 from megadcp.train.exchange import check_exchange
 from megadcp.train.out_of_memory import OUT_OF_MEMORY, take_notes
 from megadcp.train.resume import refused, ways_out
-from megadcp.train.run_folder import LOCK, keep_folder
+from megadcp.train.run_folder import LOCK, is_unfinished, keep_folder
 from megadcp.train.signals import StopRequest
 from megadcp.train.trackers import check_trackers
 
@@ -188,7 +188,7 @@ def _exists(folder: Path, config: Config) -> bool:
                 f"{folder} holds a run already and checkpoint.resume=refuse; choose another run.name, or checkpoint.resume=auto to go on with it"
             )
         return True
-    if folder.exists() and (not folder.is_dir() or any(each.name != LOCK for each in folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(each.name != LOCK and not is_unfinished(each.name) for each in folder.iterdir())):
         raise UserError(f"{folder} exists but is no run (it has no run.yaml); it is left alone, choose another run.name")
     return False
 

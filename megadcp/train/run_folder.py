@@ -71,10 +71,15 @@ def keep_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             file.truncate()
 
 
+def is_unfinished(name: str) -> bool:
+    """Whether a file in a run folder is one that was not whole when its writer was killed."""
+    return UNFINISHED.fullmatch(name) is not None
+
+
 def _remove_unfinished(folder: Path) -> None:
     """Remove what killed processes have left under temporary names. Nobody else writes here while the folder is held."""
     for path in [*folder.glob(".*"), *folder.glob("ranks/.*")]:
-        if UNFINISHED.fullmatch(path.name):
+        if is_unfinished(path.name):
             path.unlink(missing_ok=True)
 
 
