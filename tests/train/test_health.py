@@ -31,6 +31,11 @@ def prefix(tmp_path_factory):
 
 
 # --------------------------------------------------------------------------------------------------------- signs of life
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(health, "OTHERS_SECONDS", 0.5)  # the forked processes have it, too
+
+
 def ended(work, limit_s: float = 40.0) -> int:
     """Exit code of a forked child that runs work(); 0 when it returned."""
     process = os.fork()
@@ -64,6 +69,7 @@ def hangs(folder: Path, rank: int, world_size: int, limit: float) -> None:
         stands_still()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_process_that_hangs_writes_its_stacks_and_ends(tmp_path):
     assert ended(lambda: hangs(tmp_path, 0, 1, 0.3)) == HUNG
     for name in ("ranks/stacks-0.txt", "stderr-0"):
@@ -72,6 +78,7 @@ def test_a_process_that_hangs_writes_its_stacks_and_ends(tmp_path):
     assert (line["kind"], line["step"], line["rank"]) == ("hang", 12, 0)
 
 
+@pytest.mark.usefixtures("quick")
 def test_ranks_that_nobody_watches_all_write_their_stacks(tmp_path):
     """Rank 1 has much more patience, but hears of rank 0."""
     process = os.fork()
