@@ -12,6 +12,7 @@ from nn_helpers import FAMILIES, distance, documents, gradients, model, pack, pl
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megadcp.backends.te_attention import borders_of
 from megadcp.backends.te_backend import RECIPES, TeBackend
 from megadcp.backends.te_modules import TeLinear, TeNorm, share
 from megadcp.backends.te_remake import Remaking
@@ -324,6 +325,20 @@ def test_borders_are_made_once_for_all_layers():
     made = te_model(FAMILIES["llama"], recorder)
     gradients(made, batch, place("full", 2))
     assert len(batch.memo) == 1
+
+
+@pytest.mark.parametrize(("padded", "cp"), [(True, 1), (True, 2), (False, 1), (False, 2)])
+def test_borders_are_made_without_waiting_for_the_device(padded, cp):
+    """Of tensors without values: whatever asks for one raises."""
+    here = batch_of(FAMILIES["llama"], padded)
+    there = {name: value.to("meta") for name, value in vars(here).items() if isinstance(value, torch.Tensor)}
+    borders = borders_of(dataclasses.replace(here, **there, memo={}), cp)
+    assert borders.longest == cp * here.max_length
+    assert (borders.padding is None) == (borders.real is borders.padded) == (not padded and cp == 1)
+    if borders.padding is not None:
+        assert borders.padding.shape == (len(here.tokens), 1)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        borders.padded.tolist()
 
 
 @pytest.mark.parametrize("length", [1, 5, 16])

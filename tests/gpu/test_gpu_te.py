@@ -58,7 +58,8 @@ def test_gradients(format, padded, bound):
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_current"])
 @pytest.mark.parametrize("level", ["mlp", "full"])
-def test_recompute_gives_the_same_bits(format, level):
+def test_recompute_gives_the_same_bits(format, level, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # else attention's backward adds in no fixed order
     made = te_model(format)
     _, there = batch([112, 16, 144, 112])
     _, expected = gradients(made, there)
