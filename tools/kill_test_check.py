@@ -137,8 +137,7 @@ def what_it_is(path: Path) -> str:
         return "a draft with its manifest"
     if names & {"tensors.json", "meta.json"}:
         return "a draft with index or meta"
-    done = sum(name.startswith("rank-") and name.endswith(".json") for name in names)
-    return f"a draft with {data} files of ranks, {done} of them done"
+    return f"a draft with {data} files of ranks" if data else "an empty draft"
 
 
 def place_of_death(folder: Path, left: dict[str, str]) -> str:

@@ -22,7 +22,7 @@ MOMENTS = {
     "a draft appears": rf"create {DRAFT}",
     "a rank begins its file": rf"create {DRAFT}/rank-\d+\.safetensors",
     "a rank writes its file": rf"modify {DRAFT}/rank-\d+\.safetensors",
-    "a rank is done": rf"moved_to {DRAFT}/rank-\d+\.json",
+    "a rank is done": rf"close {DRAFT}/rank-\d+\.safetensors",
     "the index is begun": rf"create {DRAFT}/tensors\.json",
     "meta is begun": rf"create {DRAFT}/meta\.json",
     "the manifest is begun": rf"create {DRAFT}/manifest\.json",
@@ -33,6 +33,7 @@ MOMENTS = {
     "an old one is hidden": rf"moved_to {REMOVED}",
     "files of an old one go": rf"delete {REMOVED}/.+",
     "an old one is gone": rf"delete {REMOVED}",
+    "settings are written": r"create \.(run\.yaml|data\.json)\.\d+",
     "a restart cleans up": rf"delete {DRAFT}(/.+)?",
     "a restart takes rows back": r"create \.metrics\.jsonl\.\d+",
     "a row of metrics": r"modify metrics\.jsonl",
@@ -40,7 +41,10 @@ MOMENTS = {
 }
 AT_RANDOM = "any time"
 RANDOM_SHARE = 0.2  # of the kills
-RESTART, RESTART_SHARE = ("a restart cleans up", "a restart takes rows back"), 0.5  # of those drawn: not every restart has something to do
+RESTART, RESTART_SHARE = (
+    ("settings are written", "a restart cleans up", "a restart takes rows back"),
+    0.5,
+)  # of those drawn: not every restart has something to do
 LATEST_SECONDS = 0.02  # after the change
 
 

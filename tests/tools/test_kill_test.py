@@ -20,7 +20,7 @@ from megadcp.train import checkpoint, checkpoint_save, session
 from megadcp.train.checkpoint import Saver, newest
 from megadcp.train.loop import FINISHED, train
 from megadcp.train.metrics import MetricsFile
-from megadcp.train.run_folder import RunFolder
+from megadcp.train.run_folder import RunFolder, write_text
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NAMES = ("kill_test", "kill_test_check", "kill_test_lives", "kill_test_watch", "benchmark")
@@ -78,6 +78,7 @@ def test_every_moment_that_it_waits_for_happens(tools, tmp_path):
             metrics.write({"step": step + 2})
             metrics.close()
             (run.path / "plans.jsonl").write_text("a plan")
+            write_text(run.path / "run.yaml", "settings")
             (run.checkpoints / ".step-00000004.draft-ab").mkdir()
             newest(run, pytest.fail, repair=True)
             MetricsFile(run.metrics, step).close()
@@ -184,7 +185,7 @@ def test_what_is_left_is_named(tools, tmp_path):
         ".latest.77": "latest under another name",
         "checkpoints/.probe-0": "a probe of the disk",
         "checkpoints/.step-1.removed": "an old checkpoint of which 1 files were left",
-        "checkpoints/.step-2.draft-a": "a draft with 1 files of ranks, 0 of them done",
+        "checkpoints/.step-2.draft-a": "a draft with 1 files of ranks",
         "checkpoints/.step-4.draft-a": "a draft with its manifest",
     }
 
