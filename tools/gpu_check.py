@@ -1,6 +1,6 @@
 """Check and measure everything on one GPU: one command, under ten minutes, one JSON and a table.
 
-    python tools/gpu_check.py                                    on an H200, about 9 minutes; writes gpu_check.json
+    python tools/gpu_check.py                                    in about 500 seconds at most; writes gpu_check.json
     python tools/gpu_check.py --only gemm,layers --seconds 120   parts of it
     python tools/gpu_check.py --write-hardware configs/hardware/mine.yaml           and a profile for the planner from what was measured
     python tools/gpu_check.py --from gpu_check.json --write-hardware mine.yaml      the same from a file, without measuring
