@@ -37,7 +37,7 @@ FILE_NAME = re.compile(r"rank-[0-9]{5,}\.safetensors")
 KINDS = ("model", "master", "exp_avg", "exp_avg_sq")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-BLOCK = 1 << 23  # bytes read or written at a time
+BLOCK = 1 << 18  # bytes hashed and written at a time: they stay in the processor's cache
 COVER_PAIRS = 1 << 22  # pairs of boxes compared at a time
 
 
