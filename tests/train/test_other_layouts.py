@@ -14,7 +14,7 @@ from ranks import run_ranks
 from train_helpers import config, write_corpus
 
 from megadcp.data.order import open_training
-from megadcp.train import launch, loop, session
+from megadcp.train import checkpoint_write, launch, loop, session
 from megadcp.train.checkpoint import newest
 from megadcp.train.loop import FAILED, FINISHED, STOPPED, train
 from megadcp.train.metrics import MetricsFile, read_metrics
@@ -167,3 +167,36 @@ def test_too_many_bad_steps_end_all_ranks_alike(prefix, tmp_path):
     results = live(made, tmp_path, spoil=Spoil(1, math.nan, tuple(range(3, 99))))
     assert [code for code, _ in results] == [FAILED, FAILED]
     assert [row["skipped"] for row in rows_of(tmp_path)] == [False] * 2 + [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------------- a place that is gone (h)
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """From a step on, one rank can't write where checkpoints go."""
+
+    rank: int
+    step: int
+
+    def apply(self):
+        write = checkpoint_write.write_tensors
+
+        def refused(path, *arguments):
+            if int(path.parent.name.split("-")[1].split(".")[0]) >= self.step:
+                raise PermissionError(13, "Permission denied", str(path))
+            return write(path, *arguments)
+
+        checkpoint_write.write_tensors = refused
+
+
+@pytest.mark.parametrize(("layout", "rank"), [(LANES, 0), (LANES, 1), (PP, 2)], ids=str)
+def test_a_place_that_one_rank_loses_in_mid_run_ends_the_run_on_all(prefix, whole, tmp_path, layout, rank):
+    """C59: at the next save at the latest; the pointer stays, no rank hangs, and with the place back the same command goes on."""
+    made = settings(prefix, layout)
+    made = dataclasses.replace(made, checkpoint=dataclasses.replace(made.checkpoint, every=2))
+    results = live(made, tmp_path, spoil=Gone(rank, 4))
+    assert [code for code, _ in results] == [FAILED] * made.cluster.processes
+    assert 4 <= len(rows_of(tmp_path)) <= 6
+    assert RunFolder(tmp_path).latest.read_text() == "checkpoints/step-00000002\n"
+    assert [path.name for path in RunFolder(tmp_path).checkpoints.iterdir()] == ["step-00000002"]
+    assert [code for code, _ in live(made, tmp_path)] == [FINISHED] * made.cluster.processes
+    assert exact(rows_of(tmp_path)) == exact(whole[0])
