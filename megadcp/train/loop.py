@@ -210,6 +210,7 @@ def _validate_if_due(run: Run) -> bool:
     due = step == config.run.steps or (every and step and step % every == 0)
     if not due:
         return False
+    run.saver.finish()  # ranks complete a save between steps, and what follows may take long
     run.heart.beat("validating", step)
     results = []
     for held_out in run.held_out:
