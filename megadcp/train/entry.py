@@ -11,7 +11,7 @@ import errno
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,11 @@ def start(config: Config) -> int:
             with stop.at_once():
                 if not _open(folder, config, held):
                     return 0
+                if config.cluster.world > 1:
+                    from megadcp.train.supervise import supervise  # torch: a second in which a signal is heard, too
             if config.cluster.world == 1:
                 return _train(config, folder, None, stop)
-        return _supervise(config, folder)
+        return _supervise(config, folder, supervise)
 
 
 def _as_rank(config: Config, folder: Path) -> int:
@@ -85,13 +87,11 @@ def _train(config: Config, folder: Path, world: launch.World | None, stop: StopR
             return code
 
 
-def _supervise(config: Config, folder: Path) -> int:
+def _supervise(config: Config, folder: Path, supervise: Callable[..., int]) -> int:
     """Train on ranks of this machine, and start them again with less memory for the plans after one ran out of it."""
-    from megadcp.train.supervise import supervise
-
     command = [sys.executable, "-m", "megadcp.train.rank", str(folder)]
     while True:
-        code = supervise(command, config.cluster.processes, config.cluster.threads, folder / "ranks")
+        code: int = supervise(command, config.cluster.processes, config.cluster.threads, folder / "ranks")
         if code != OUT_OF_MEMORY or not take_notes(folder, config, _say):
             return code
 

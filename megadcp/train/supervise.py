@@ -60,24 +60,23 @@ def supervise(command: Sequence[str], processes: int, threads: int = 0, logs: Pa
     Returns 0 when all ranks did; 75 when they stopped after a signal; HUNG when they hung; else the code of the rank that failed first (1 if
     a signal ended it), which is OUT_OF_MEMORY where that was the cause.
     """
-    with _folder(logs) as folder, _quiet_elastic():
+    with _signals() as signals, _folder(logs) as folder, _quiet_elastic():
         forget_hearts(folder)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: no free port to lose before rank 0 takes it
         environment = {rank: _environment(rank, processes, store.port, threads) for rank in range(processes)}
         arguments = {rank: tuple(command[1:]) for rank in range(processes)}
-        with _signals() as signals:
-            context = None
-            try:
-                with signals.replaced_by_others():
-                    context = start_processes("rank", command[0], arguments, environment, _Logs(folder))
-                return _Supervision(context.subprocess_handlers, folder, signals).run()  # type: ignore[attr-defined]
-            except SignalException:  # in the few milliseconds of the start: ranks that run already miss their supervisor and leave
-                return STOPPED
-            except OSError as error:
-                raise UserError(f"the ranks can't be started: {error}") from None
-            finally:
-                if context is not None:
-                    _end(context)
+        context = None
+        try:
+            with signals.replaced_by_others():
+                context = start_processes("rank", command[0], arguments, environment, _Logs(folder))
+            return _Supervision(context.subprocess_handlers, folder, signals).run()  # type: ignore[attr-defined]
+        except SignalException:  # in the few milliseconds of the start: ranks that run already miss their supervisor and leave
+            return STOPPED
+        except OSError as error:
+            raise UserError(f"the ranks can't be started: {error}") from None
+        finally:
+            if context is not None:
+                _end(context)
 
 
 def _environment(rank: int, processes: int, port: int, threads: int) -> dict[str, str]:
