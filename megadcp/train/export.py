@@ -65,7 +65,9 @@ class Exporter:
             self.poll()
 
     def close(self) -> None:
-        """Give up what is not done."""
+        """Give up what is not done. Ranks that don't export leave the folder alone: the first one may still be at work in it."""
+        if not self._every:
+            return
         if self._running is not None:
             self._running[1].kill()
             self._running[1].communicate()

@@ -304,6 +304,22 @@ def test_a_stopped_run_gives_up_and_makes_up_for_it(exporter, corpus):
     again.finish()
 
 
+def test_ranks_that_do_not_export_leave_alone_what_the_first_one_reads(exporter):
+    """They are done earlier: the first rank waits for its last export."""
+    made, started, said, folder = exporter
+    save(folder, 8)
+    made.saving(8)
+    made.poll()
+    other = Exporter(RunFolder(folder.parent), made._config, said.append, leads=False)
+    other.saving(8)
+    other.poll()
+    other.finish()
+    other.close()
+    assert len(started) == 1
+    assert (Path(started[0].command[3]) / "file").read_text() == "weights"
+    made.finish()
+
+
 def test_models_that_no_family_computes_are_refused_at_the_start(corpus):
     with pytest.raises(UserError, match=r"no Hugging Face family computes what this model does; for llama: model.mlp=squared_relu"):
         check_exchange(config(corpus, model={"mlp": "squared_relu"}, checkpoint={"every": 2, "export_every": 2}))
