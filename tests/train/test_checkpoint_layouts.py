@@ -16,13 +16,7 @@ SAVED = 3
 DRAWN = random.Random(0).sample([(a, b) for a in LAYOUTS for b in LAYOUTS if ONE not in (a, b) and a != b], 8)
 SAME = [(a, a) for a in LAYOUTS[1:]]
 PAIRS = [(a, ONE) for a in LAYOUTS] + [(ONE, b) for b in LAYOUTS[1:]]
-FEW = [
-    (Layout(2), ONE),
-    (ONE, Layout(1, 1, 4)),
-    (Layout(1, 1, 4), Layout(2, 2)),
-    (Layout(1, 2, 1, 2), Layout(2, 1, 2)),
-    (Layout(2, 1, 2), Layout(2, 1, 2)),
-]
+FEW = [(Layout(2), ONE), (ONE, Layout(1, 1, 4)), (Layout(1, 2, 1, 2), Layout(2, 1, 2)), (Layout(2, 1, 2), Layout(2, 1, 2))]
 
 
 @pytest.fixture(scope="module")
