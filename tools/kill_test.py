@@ -207,10 +207,11 @@ def write_corpus(folder: Path) -> str:
 def tables(findings: Findings, seconds: float) -> str:
     """What was killed when, and what lay in the run folder then."""
     kills, lines = findings.kills, []
-    lines.append(f"{len(kills)} kills in {findings.finished} finished runs, {seconds:.0f} s; {len(findings.failures)} failures")
+    lines.append(f"{len(kills)} kills in {findings.finished} finished runs, {seconds:.0f} s; {len(findings.failures)} failures;")
     per_life = [kill.seconds for kill in kills if not kill.cold]
     if per_life:
-        lines.append(f"a killed life took {statistics.median(per_life):.2f} s (median), the longest {max(per_life):.1f} s")
+        cold = sum(kill.cold for kill in kills)
+        lines.append(f"{cold} in lives that the command itself had started; the others lived for {statistics.median(per_life):.2f} s (median)")
     for title, of in (("killed", "victim"), ("moment", "moment"), ("what lay in the run folder", "found")):
         counted = Counter(getattr(kill, of) for kill in kills)
         lines += ["", f"| {title} | kills |", "| --- | --- |", *(f"| {name} | {count} |" for name, count in counted.most_common())]
