@@ -97,9 +97,13 @@ def check_job(config: Config) -> None:
     for name, value in texts.items():
         if any(letter.isspace() or letter in "\"'`$\\;&|" for letter in value):
             raise UserError(f"cluster.slurm.{name}={value!r} can't be written into a batch script; legal here: a plain name without spaces or quotes")
+    lines = {"run.folder": config.run.folder, "cluster.slurm.container": slurm.container, "cluster.slurm.python": slurm.python}
+    for name, value in lines.items():
+        if not value.isprintable():  # another line of the script
+            raise UserError(f"{name}={value!r} can't be written into a batch script; legal here: one line of text")
     for name, values in {"options": slurm.options, "setup": slurm.setup, "mounts": slurm.mounts}.items():
         for index, value in enumerate(values):
-            if "\n" in value or (name == "options" and not value.startswith("-")):
+            if not value.replace("\t", " ").isprintable() or (name == "options" and not value.startswith("-")):
                 what = "an option, as --qos=high" if name == "options" else "one line"
                 raise UserError(f"cluster.slurm.{name}[{index}]={value!r} is not {what}")
     planner_for(config)

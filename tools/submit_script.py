@@ -93,7 +93,8 @@ def render(config: Config, made_by: str) -> str:
         run=run, python=shlex.quote(python), head=head, first_port=FIRST_PORT, ports=PORTS, environment=_environment(config), setup=_setup(config),
         srun=_srun(config), processes=cluster.processes, starts=config.health.oom_restarts + 1, stopped=STOPPED, after=after,
     )  # fmt: skip
-    return "\n".join([HEAD.format(what=what, made_by=made_by, script=script, run=run), *_options(config), "", body])
+    one_line = "".join(letter if letter.isprintable() else " " for letter in made_by)  # it stands in a comment
+    return "\n".join([HEAD.format(what=what, made_by=one_line, script=script, run=run), *_options(config), "", body])
 
 
 def _s(count: int, word: str) -> str:

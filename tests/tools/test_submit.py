@@ -229,6 +229,14 @@ def test_paths_with_spaces(bench: Bench, tools: dict[str, ModuleType]) -> None:
     assert bench.calls("srun")[0][-1] == "my runs/small"
 
 
+def test_a_setting_of_two_lines_runs_nothing(bench: Bench, tools: dict[str, ModuleType]) -> None:
+    """The command that made the script stands in it as a comment."""
+    script = tools["submit_script"].render(compose(SMALL), "python tools/submit.py 'log.wandb_tags=[a\ntouch made\u2028]'")
+    run_script(bench, script, 0)
+    assert not (bench.folder / "made").exists()
+    assert "# Made by: python tools/submit.py 'log.wandb_tags=[a touch made ]'" in script.splitlines()
+
+
 # ----------------------------------------------------------------------------------------------------------------- refused
 @pytest.mark.parametrize(
     ("overrides", "told"),
@@ -249,6 +257,9 @@ def test_paths_with_spaces(bench: Bench, tools: dict[str, ModuleType]) -> None:
         (["cluster.slurm.stop_before=3600", *SMALL], "cluster.slurm.stop_before=3600 seconds does not fit into cluster.slurm.time=1:00:00"),
         (["cluster.slurm.stop_before=0", *SMALL], "legal here: 1 to 3539"),
         (["cluster.slurm.account='a; rm b'", *SMALL], "cluster.slurm.account='a; rm b' can't be written into a batch script"),
+        (["run.folder='a\ntouch b'", *SMALL], "run.folder='a\\ntouch b' can't be written into a batch script; legal here: one line of text"),
+        (["cluster.slurm.container='a\ntouch b'", *SMALL], "cluster.slurm.container='a\\ntouch b' can't be written into a batch script"),
+        (["cluster.slurm.setup=['a\ntouch b']", *SMALL], "cluster.slurm.setup[0]='a\\ntouch b' is not one line"),
         (["cluster.slurm.options=['qos=high']", *SMALL], "cluster.slurm.options[0]='qos=high' is not an option, as --qos=high"),
         (["cluster.slurm.partion=x", *SMALL], "cluster.slurm.partion is not a setting; nearest: cluster.slurm.partition"),
         (
