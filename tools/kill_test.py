@@ -37,7 +37,7 @@ import numpy as np
 from benchmark import machine
 from kill_test_check import Unbroken, after_kill, as_json, at_end, forgotten_memory, newest_step, place_of_death, rows_of, shared_memory, unfinished
 from kill_test_lives import VICTIMS, Request, become_subreaper, bury, live
-from kill_test_watch import Moment, draw_moment
+from kill_test_watch import AT_RANDOM, Moment, draw_moment
 
 from megadcp.config.check import UserError
 from megadcp.config.load import compose, reported
@@ -178,13 +178,12 @@ class Test:
         left, newest = unfinished(request.folder), newest_step(request.folder)
         found = place_of_death(request.folder, left)
         assert moment is not None
+        came = moment.name if death.change == AT_RANDOM or moment.matches(death.change) else "a row of metrics"  # instead, after LIFE_ROWS
         number = len(self.findings.kills) + 1
-        kill = Kill(number, self.findings.runs, moment.name, death.victim, death.change, cold, death.rows, round(death.seconds, 3), newest, found)
+        kill = Kill(number, self.findings.runs, came, death.victim, death.change, cold, death.rows, round(death.seconds, 3), newest, found)
         self.findings.kills.append(kill)
         progress = f"{before}->{len(rows_of(request.folder))}"
-        print(
-            f"{number:>4} {kill.run:>3}  {moment.name:<29}{death.victim:<12}{progress:>7} {newest:>6}  {found}{' (cold)' if cold else ''}", flush=True
-        )
+        print(f"{number:>4} {kill.run:>3}  {came:<29}{death.victim:<12}{progress:>7} {newest:>6}  {found}{' (cold)' if cold else ''}", flush=True)
         return False, left, newest
 
 
