@@ -119,7 +119,7 @@ def _readable(plans: Iterable[StepPlan], say: Callable[[str], None]) -> Iterable
 
 def _checkpoints(folder: Path) -> list[Saved]:
     found = []
-    latest = (folder / "latest").read_text(encoding="utf-8").strip() if (folder / "latest").is_file() else ""
+    latest = (folder / "latest").read_text(encoding="utf-8", errors="replace").strip() if (folder / "latest").is_file() else ""
     for path in sorted((folder / "checkpoints").glob("*step-*")):
         meta = path / "meta.json"
         if meta.is_file():

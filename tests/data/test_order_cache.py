@@ -80,7 +80,7 @@ def test_two_runs_with_one_cache_folder_do_not_mix(corpus: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", ["documents", "stream"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "other_shape", "json", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "other_shape", "pickle", "json", "gone"])
 def test_damage_is_named_and_built_again(damage: str, mode: str, corpus: str, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     data = data_config(corpus, cache=str(folder), mode=mode, max_length=64, tokens_per_step=128)
@@ -95,6 +95,8 @@ def test_damage_is_named_and_built_again(damage: str, mode: str, corpus: str, tm
         victim.write_bytes(b"\x00" * len(good))
     elif damage == "other_shape":
         np.save(victim, np.zeros(3, np.uint32))
+    elif damage == "pickle":
+        np.save(victim, np.array([_Payload(tmp_path / "marker")], object), allow_pickle=True)  # C77
     elif damage == "json":
         victim = next(folder.glob("*.json"))
         victim.write_text("{")
@@ -107,6 +109,17 @@ def test_damage_is_named_and_built_again(damage: str, mode: str, corpus: str, tm
     assert "damaged" in lines[0]
     assert np.array_equal(ids_of(open_training(data, 5, say), 5), expected)
     assert len(lines) == 1
+    assert not (tmp_path / "marker").exists()
+
+
+class _Payload:
+    """What a pickle of it does: make a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
 
 
 def test_build_cache_finds_flipped_bits(corpus: str, tmp_path: Path) -> None:
