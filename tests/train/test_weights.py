@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,6 +224,24 @@ def test_a_run_exports_on_its_way(corpus, tmp_path, capsys):
     assert all(torch.equal(found.tensors[name], last[name].bfloat16()) for name in last)
     described = json.loads((tmp_path / "hf" / "step-00000004" / "config.json").read_text())
     assert described["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_exports(corpus, tmp_path):
+    """As a user starts it: the second rank is done while the first one waits for its last export."""
+    run = {"steps": 4, "folder": str(tmp_path), "name": "run", "sample_prompt": ""}
+    setup = config(corpus, run=run, cluster={"processes": 2}, checkpoint={"every": 2, "export_every": 2})
+    dump_run(setup, tmp_path / "run.yaml")
+    program = (
+        f"from megadcp.config.run_file import load_run; from megadcp.train import entry; raise SystemExit(entry.start(load_run({str(tmp_path)!r})))"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout
+    assert sorted(path.name for path in (tmp_path / "run" / "hf").iterdir()) == ["step-00000002", "step-00000004"]
+    last, found = open_weights(tmp_path / "run").tensors, open_weights(tmp_path / "run" / "hf" / "step-00000004").tensors
+    assert all(torch.equal(found[name], last[name]) for name in last)
 
 
 class Fake:
