@@ -68,7 +68,8 @@ def tiles_of(run: Records) -> list[Tile]:
     peak = run.config.hardware.peak_flops
     if run.column("mfu") and peak:
         add(run.column("mfu"), f"MFU, of {peak / 1e12:.0f} TFLOP/s dense bf16", percent)
-    add(run.column("tflops"), "TFLOP/s of a rank", lambda value: f"{value:.3g}")
+    unit, points = flops_of(run)
+    add(points, f"{unit} of a rank", lambda value: f"{value:.3g}")
     add(run.ratio("predicted_seconds", "measured_seconds"), "predicted / measured", lambda value: f"{value:.2f}")
     add(run.column("static_gain"), "predicted gain over static-best", lambda value: f"{value:.2f}x")
     add(run.column("bound_ratio"), "predicted / lower bound", lambda value: f"{value:.2f}x")
@@ -79,6 +80,13 @@ def tiles_of(run: Records) -> list[Tile]:
     if skipped:
         found.append(Tile(f"{skipped:,}", "steps that were skipped"))
     return found
+
+
+def flops_of(run: Records) -> tuple[str, Points]:
+    """Of a rank, in the unit that fits: a CPU makes thousandths of a TFLOP/s."""
+    points = run.column("tflops")
+    small = 0 < max((value for _, value in points), default=0.0) < 1
+    return ("GFLOP/s", [(step, 1000 * value) for step, value in points]) if small else ("TFLOP/s", points)
 
 
 # --------------------------------------------------------------------------------------------------------------- sections
@@ -132,7 +140,7 @@ class Page:
     def speed(self) -> Section:
         """Tokens and FLOP/s."""
         run, peak = self.run, self.run.config.hardware.peak_flops
-        mfu = run.column("mfu")
+        mfu, (unit, flops) = run.column("mfu"), flops_of(run)
         seconds = run.column("seconds")
         what = ["model FLOPs of real lengths, without recompute and padding, of the mean rank"]
         if mfu and peak:
@@ -147,8 +155,8 @@ class Page:
                     [f"a step takes {seconds_of(run.now(seconds) or 0.0)} (median of the last {min(LAST, len(seconds))})", "padding does not count"],
                 ),
                 self.curve(
-                    {"MFU": [(step, 100 * value) for step, value in mfu]} if mfu else {"TFLOP/s": run.column("tflops")},
-                    "Model FLOPs utilisation" if mfu else "TFLOP/s of a rank", "MFU, %" if mfu else "TFLOP/s", what,
+                    {"MFU": [(step, 100 * value) for step, value in mfu]} if mfu else {unit: flops},
+                    "Model FLOPs utilisation" if mfu else f"{unit} of a rank", "MFU, %" if mfu else unit, what,
                 ),
                 self.curve(
                     {"waiting for data": [(step, 100 * value) for step, value in data]}, "Waiting for data", "share of the step, %",

@@ -192,6 +192,11 @@ def _place(edges: list[int], length: int) -> float:
     return place + (math.log2(length / low) if low and high == 2 * low else 0.5)
 
 
+def _figure(value: float) -> str:
+    """4 digits, and no power of ten for what people count: 4.005, 1,394,000."""
+    return f"{value:.4g}" if abs(value) < 1000 or abs(value) >= 1e12 else f"{float(f'{value:.4g}'):,.0f}"
+
+
 def curve_svg(series: dict[str, list[tuple[float, float]]], title: str, x_label: str, y_label: str) -> str:
     """Curves over a common x. series: name -> (x, y) points in rising x; NaN and infinite points are left out.
 
@@ -208,7 +213,7 @@ def curve_svg(series: dict[str, list[tuple[float, float]]], title: str, x_label:
     x_ticks, y_ticks = _ticks(min(xs), max(xs)), _ticks(min(ys), max(ys))
     low, high = _wide(min(xs), max(xs))
     frame = Frame((x_ticks[0] if low - x_ticks[0] < 0.03 * (high - low) else low, high), (y_ticks[0], y_ticks[-1]))
-    last = " · ".join(f"{name} {points[-1][1]:.4g}" for name, points in kept.items())
+    last = " · ".join(f"{name} {_figure(points[-1][1])}" for name, points in kept.items())
     parts = [_title(title, "last values: " + last), _legend(list(kept))]
     parts += _horizontal(frame, y_ticks)
     parts += [_text(frame.across(x), HEIGHT - BOTTOM + 18, _number(x), "middle") for x in x_ticks if frame.x[0] <= x <= frame.x[1]]

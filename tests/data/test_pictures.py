@@ -109,6 +109,7 @@ def test_curves_say_what_they_show() -> None:
     said = words(svg)
     assert {"Loss", "step", "nats per token", "training loss", "validation loss", "0", "400", "800"} <= set(said)
     assert "last values: training loss 4.005 · validation loss 4.05" in said
+    assert "last values: tokens/s 1,394,000" in words(curve_svg({"tokens/s": [(1.0, 1_393_800.0)]}, "Speed", "step", "tokens/s"))
     styles = [element.get("class") for element in parse(svg).iter(f"{SVG}polyline")]
     assert styles == ["faint line0", "line line0", "line line1"]
     assert len(svg) < 60_000
