@@ -119,9 +119,9 @@ RULES: tuple[Callable[[Any], str], ...] = (_encoder, _layers, _rope, _attention,
 
 # ------------------------------------------------------------------------------------------------------------- arguments
 def check_windows(config: Any, longest: int) -> None:
-    """UserError if a window of attention is shorter than the longest document (0: not known; each microbatch is checked then)."""
-    window = getattr(config, "sliding_window", None)
-    windowed = getattr(config, "use_sliding_window", True) and "full_attention" not in set(getattr(config, "layer_types", None) or ())
+    """UserError if a window of attention is shorter than the longest document (0: not known yet; each step is checked)."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    windowed = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     if window and windowed and longest > window:
         raise UserError(
             f"config.sliding_window={window}, but documents have up to {longest} tokens: windows can't be shared between ranks here; "

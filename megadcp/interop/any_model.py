@@ -267,7 +267,7 @@ class Steps:
         try:
             loaded = next(loader, None)
             if loaded is not None:
-                self._check_positions(loaded.documents)
+                self._check_lengths(loaded.documents)
         except Exception as error:  # told to the other ranks first, which would wait for ever
             problem = error
         self._alike(loaded, problem)
@@ -298,8 +298,9 @@ class Steps:
         if len({row[1] for row in rows}) > 1:
             raise UserError("the ranks' loaders give different documents for one step; seed their samplers alike (torch.manual_seed, or generator=)")
 
-    def _check_positions(self, documents: StepDocuments) -> None:
+    def _check_lengths(self, documents: StepDocuments) -> None:
         longest = int(documents.lengths.max())
+        check_windows(getattr(self.model, "config", None), longest)
         if self.position_limit and longest > self.position_limit:
             raise UserError(
                 f"step {documents.step} has a document of {longest} tokens, but the model has {self.position_limit} positions "

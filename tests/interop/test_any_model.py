@@ -6,6 +6,7 @@ import pickle
 from dataclasses import replace
 
 import any_helpers as tiny
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from megadcp.config.check import UserError
 from megadcp.config.schema import PlanConfig
 from megadcp.interop.any_model import Options, Steps
-from megadcp.interop.any_shape import shape_of
+from megadcp.interop.any_shape import always_bytes, config_of, shape_of
+from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import StepPlan
 
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-10}
@@ -46,6 +48,7 @@ def gradients_on_rank(rank: int, world: int, cases) -> list:
 
 
 def check_equal(cases) -> list[StepPlan]:
+    """Gives the plans that ran."""
     results = run_ranks(4, gradients_on_rank, cases, timeout_s=120)
     at, plans = 0, []
     for family, dtype, seed in cases:
@@ -62,12 +65,14 @@ def check_equal(cases) -> list[StepPlan]:
 
 
 def test_gradients_equal_the_plain_loop_under_random_plans() -> None:
-    cases = [(family, dtype, seed) for family in tiny.FAMILIES for dtype, seed in ((torch.float64, 7), (torch.float32, 3), (torch.float32, None))]
+    cases = [(family, dtype, seed) for family in tiny.FAMILIES for dtype, seed in ((torch.float64, 7), (torch.float32, 3))]
+    cases += [(family, torch.float32, None) for family in ("gpt2", "plain")]  # the planner's own
     plans = check_equal(cases)
     used = [one for plan in plans for one in plan.microbatches]
     assert {one.cp for one in used} >= {1, 2, 4}
     assert {one.cp_comm for one in used} >= {"ring", "all_gather", "ulysses", "2d"}
     assert {one.recompute.level for one in used} >= {"none", "full"}
+    assert any(len({one.lane + k for one in plan.microbatches for k in range(one.cp)}) < 4 for plan in plans), "no rank was idle"
 
 
 @pytest.mark.slow
@@ -140,6 +145,32 @@ def test_whole_layers_are_recomputed_where_memory_is_short() -> None:
     assert "full" in levels
 
 
+def test_what_always_stays_is_the_models_own() -> None:
+    model = tiny.make_model("gpt2", torch.float32)
+    count = sum(each.numel() for each in model.parameters())
+    for shared, lanes in ((False, 1), (True, 4)):
+        config = config_of(shape_of(model), PlanConfig(), tiny.HARDWARE, 4, torch.float32, (0, 64), always_bytes(list(model.parameters()), lanes))
+        hardware = tiny.HARDWARE
+        budget = planner_for(config).memory.budget(0, 0)
+        always = count * (4 + 4 + 8 / lanes)
+        assert budget == pytest.approx(hardware.usable_fraction * hardware.memory_bytes - always, abs=100), shared
+
+
+def test_steps_of_a_document_source() -> None:
+    model = tiny.make_model("llama", torch.float32)
+    source = layouts.Documents((5, 9, 3), tiny.VOCAB)
+    options = Options(hardware=tiny.HARDWARE, plan=PlanConfig(ahead=0), steps=2, first_step=7)
+    with Steps(model, source, options) as steps:
+        for step in steps:
+            model.zero_grad()
+            for microbatch in step:
+                model(**microbatch).loss.backward()
+            assert np.isfinite(step.finish().item())
+            assert step.targets == 14
+    assert step.number == 8
+    assert "say how many steps" in refused(model, source)
+
+
 def test_recompute_happens_and_evaluation_stays_as_it_was() -> None:
     model = tiny.make_model("llama", torch.float32)
     tokens = torch.arange(20)[None]
@@ -208,7 +239,7 @@ def config_model(name: str, **fields) -> nn.Module:
         ("Mamba", dict(state_size=4), "outside attention"),
         ("Gemma2", dict(head_dim=4, sliding_window=64), "soft"),
         ("GptOss", dict(head_dim=4, num_local_experts=2, sliding_window=64, layer_types=["full_attention"] * 2), "attention sinks"),
-        ("Mistral", dict(sliding_window=8), "sees 8 tokens back"),
+        ("Mistral", dict(sliding_window=8), "sliding_window=8, but documents have up to 22"),
         ("Bloom", dict(n_head=4), "takes no position_ids"),
         ("GPT2", dict(n_embd=16, n_head=4, n_layer=2), "drops 0.1 of its inputs"),
         ("Bert", dict(is_decoder=False), "is not causal"),
