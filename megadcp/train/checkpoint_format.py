@@ -185,8 +185,6 @@ def write_tensors(path: Path, boxes: Sequence[tuple[str, torch.dtype, Shape]], v
                 file.write(data[start : start + BLOCK].data)
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that checking it reads the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return 8 + len(text) + at, checksum.hexdigest()
 
 
