@@ -128,7 +128,7 @@ def sensitivity_cells() -> list[Cell]:
 
 
 def jobs(scope: str = "full") -> list[Job]:
-    """All results in order: one seed after the other through everything, cheap cells first, so that whatever is there covers all cells.
+    """All results in order: one seed after the other through everything, so that whatever is there covers all cells.
 
     scope: full; quick (32 GPUs, 32k tokens a lane, documents of at most 128k, 2 seeds; studies 1 seed); smoke (a handful).
     """
@@ -150,4 +150,10 @@ def _ordered(cells: Sequence[Cell], others: Sequence[Cell], ablated: Sequence[Ce
         for kind, study in (("ablation", ablated), ("sensitivity", varied)):
             wanted += [(kind, cell) for cell in study if seed <= STUDY_SEEDS]
         found = [Job(kind, *cell, seed) for kind, cell in wanted]
-        yield from sorted(found, key=lambda job: (job.step_tokens, job.kind, dataclasses.astuple(job)))
+        yield from sorted(found, key=_urgency)
+
+
+def _urgency(job: Job) -> tuple[Any, ...]:
+    """Within a seed: 32 GPUs first, of those the cells that the studies have, too; then small steps."""
+    central = (job.tokens, job.max_length) == (STUDY_TOKENS, STUDY_MAX)
+    return job.gpus != MAIN_GPUS, not central, job.step_tokens, job.kind, dataclasses.astuple(job)
