@@ -96,6 +96,7 @@ def test_hydra_full_error_shows_the_traceback(call: Call, monkeypatch: pytest.Mo
     ],
 )
 def test_nothing_starts_when_something_is_wrong(call: Call, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    """C61: no process, no file."""
     code, seen = call(*arguments)
     out = capsys.readouterr()
     assert (code, seen) == (2, [])

@@ -178,6 +178,7 @@ def test_overrides_win_over_experiments() -> None:
     ],
 )
 def test_misspelt_and_mistyped_overrides(override: str, parts: list[str]) -> None:
+    """C61, with and without a plus, and under hydra."""
     message = refused(override)
     for part in parts:
         assert part in message, message
@@ -207,6 +208,7 @@ def test_free_form_tables_of_hydra_stay_open() -> None:
     ],
 )
 def test_faulty_experiment_files(own_configs: Path, text: str, parts: list[str]) -> None:
+    """C61: keys, values, and keywords of a defaults list."""
     (own_configs / "experiment" / "faulty.yaml").write_text(f"# @package _global_\n{text}", encoding="utf-8")
     message = refused("experiment=faulty", configs=own_configs)
     for part in parts:

@@ -258,6 +258,7 @@ ARRIVES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "S
 
 @pytest.mark.parametrize(("number", "arrives"), ARRIVES.items())
 def test_a_signal_reaches_all_ranks_and_they_save(tmp_path, number, arrives):
+    """C63: it goes to the launcher only."""
     run = Supervised(tmp_path, STOPPING)
     run.wait_for("ready-0", "ready-1", "ready-2")
     os.kill(run.pid, number)
@@ -277,6 +278,7 @@ def test_two_different_signals_are_one_wish(tmp_path):
 
 
 def test_a_signal_before_the_ranks_can_stop_in_order(tmp_path):
+    """C63: while packages are imported, or an index is built."""
     run = Supervised(tmp_path, "(folder / f'ready-{rank}').touch()\ntime.sleep(600)")
     run.wait_for("ready-0", "ready-1", "ready-2")
     os.kill(run.pid, signal.SIGINT)
@@ -285,6 +287,7 @@ def test_a_signal_before_the_ranks_can_stop_in_order(tmp_path):
 
 
 def test_the_same_signal_twice_ends_ranks_that_do_not_stop(tmp_path):
+    """C63."""
     run = Supervised(
         tmp_path,
         """

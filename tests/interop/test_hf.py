@@ -30,10 +30,26 @@ def distance(ours, theirs):
 @pytest.mark.peer
 @pytest.mark.parametrize("name", MODELS)
 def test_written_folders_give_the_same_logits_in_transformers(name, tmp_path):
+    """C73: at each of 64 positions."""
     made = export(MODELS[name])
     write_folder(made, tmp_path / "out", Options())
     ours = our_logits(made.model, made.tensors, IDS)
     assert distance(ours, their_logits(transformers, tmp_path / "out", IDS)) < 1e-5  # also: no missing and no unexpected tensor
+
+
+@pytest.mark.peer
+def test_rows_in_the_other_rotary_order_would_be_seen(tmp_path):
+    """C73: neighbours turn together instead of halves. The first token does not turn, so only later ones tell."""
+    made = export(MODELS["llama grouped, tied"])
+    write_folder(made, tmp_path / "out", Options())
+    tensors, half = load_file(tmp_path / "out" / "model.safetensors"), SMALL["head_dim"] // 2
+    for name in [name for name in tensors if ".q_proj." in name or ".k_proj." in name]:
+        heads = tensors[name].view(-1, 2, half, tensors[name].shape[-1])
+        tensors[name] = heads.transpose(1, 2).reshape(tensors[name].shape).contiguous()
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    ours, theirs = our_logits(made.model, made.tensors, IDS), their_logits(transformers, tmp_path / "out", IDS)
+    assert distance(ours[:1], theirs[:1]) < 1e-5
+    assert distance(ours[-1:], theirs[-1:]) > 1e-2
 
 
 @pytest.mark.peer
@@ -143,6 +159,7 @@ def test_shards_have_an_index_and_stay_below_the_size(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("", "bfloat16")])
 def test_format_in_file_and_config_are_the_one_asked_for(tmp_path, dtype, name):
+    """C71."""
     write_folder(export(MODELS["qwen2"], torch.bfloat16), tmp_path / "out", Options(dtype=dtype))
     assert {str(t.dtype) for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {f"torch.{name}"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -150,6 +167,7 @@ def test_format_in_file_and_config_are_the_one_asked_for(tmp_path, dtype, name):
 
 
 def test_tied_and_untied_files(tmp_path):
+    """C75."""
     for tied in (False, True):
         write_folder(export(dataclasses.replace(MODELS["llama"], tied=tied)), tmp_path / str(tied), Options())
         assert ("lm_head.weight" in load_file(tmp_path / str(tied) / "model.safetensors")) is not tied
@@ -157,6 +175,7 @@ def test_tied_and_untied_files(tmp_path):
 
 
 def test_a_tied_flag_with_two_matrices_is_refused_both_ways(tmp_path):
+    """C75."""
     made = export(MODELS["llama grouped, tied"])
     extra = dict(made.tensors) | {"head.weight": torch.zeros(131, 48)}
     with pytest.raises(UserError, match=r"head.weight and embedding.weight differ"):

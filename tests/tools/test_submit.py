@@ -160,6 +160,7 @@ def test_no_devices_without_a_gpu(tools: dict[str, ModuleType], tmp_path: Path) 
 
 
 def test_the_signal_is_one_that_the_trainer_and_its_launcher_hear(tools: dict[str, ModuleType]) -> None:
+    """C65."""
     number = signal.Signals[f"SIG{tools['submit_script'].SIGNAL}"]
     assert number in SIGNALS
     assert number in torchrun.PASSED_ON
@@ -176,6 +177,7 @@ def run_script(bench: Bench, script: str, code: int | str, **environment: str) -
 
 @pytest.mark.parametrize(("code", "requeues"), [(0, 0), (STOPPED, 1), (1, 0), (137, 0)])
 def test_a_job_is_queued_again_only_when_it_was_stopped(bench: Bench, tools: dict[str, ModuleType], code: int, requeues: int) -> None:
+    """C65."""
     done = run_script(bench, rendered(tools, *SMALL), code)
     assert done.returncode == code
     assert [call for call in bench.calls("scontrol") if call[0] == "requeue"] == [["requeue", "123456"]] * requeues

@@ -112,7 +112,7 @@ def test_a_signal_saves_and_stops_all_ranks(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_and_lanes_that_are_slow_get_less_work(corpus, tmp_path, monkeypatch):
-    """Rank 1 takes (says that it takes) twice as long: all ranks plan with its speed, also after a restart."""
+    """C63. Rank 1 takes (says that it takes) twice as long: all ranks plan with its speed, also after a restart."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_RANK.format(folder=str(tmp_path)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     adapting = settings(corpus, tmp_path, run={"steps": 24}, cluster={"processes": 2}, plan={"refit_lane_speed": True})

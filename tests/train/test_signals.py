@@ -103,7 +103,7 @@ def _wait_in_c(seconds: float) -> None:
 
 
 def test_a_forked_child_is_not_asked():
-    """A data worker that got the signal of the whole process group must not be the one that saves."""
+    """C65: a data worker that got the signal of the whole process group must not be the one that saves."""
     with StopRequest() as stop:
         status = child(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(10)))
         assert os.WTERMSIG(status) == signal.SIGTERM
@@ -156,6 +156,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize(("moment", "number"), [*((moment, signal.SIGUSR1) for moment in MOMENTS), ("in a step", signal.SIGTERM)])
 def test_a_run_stops_at_the_next_border_and_goes_on_unbroken(prefix, losses, tmp_path, monkeypatch, capsys, moment, number):
+    """C63."""
     where, name, expected = MOMENTS[moment]
     with monkeypatch.context() as patch:
         signalling(patch, where, name, number)

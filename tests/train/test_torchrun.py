@@ -62,7 +62,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGUSR1, False), (signal.SIGTERM, True)])
 def test_ranks_save_and_stop(launch: Launch, tmp_path: Path, number: signal.Signals, to_all: bool) -> None:
-    """SLURM signals the first process of a node, or all of them: either way each rank stops once, saves, and the code is 75."""
+    """C63. SLURM signals the first process of a node, or all of them: either way each rank stops once, saves, and the code is 75."""
     asked = config(write_corpus(tmp_path), run={"name": "test", "folder": str(tmp_path), "steps": 100000, "validate_every": 0},
                    optim={"schedule": "constant", "warmup_steps": 0}, cluster={"processes": 2, "device": "cpu", "threads": 1})  # fmt: skip
     dump_run(asked, tmp_path / "test/run.yaml")

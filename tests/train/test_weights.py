@@ -120,7 +120,7 @@ SAVED_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", SAVED_LAYOUTS)
 def test_an_export_does_not_show_the_layout_that_trained_it(corpus, tmp_path, layout):
-    """Layer i of the export is layer i of the model, byte for byte, and no padding is in it."""
+    """C71: layer i of the export is layer i of the model, byte for byte, and no padding is in it."""
     parallel, ranks = SAVED_LAYOUTS[layout]
     model = {**UNTIED, "vocab": 261, "layers": sum(parallel.get("stage_layers", (2,))), "rope": RopeConfig()}
     source = new_state(config(corpus, model=model, run={"seed": 7}), CPU)
