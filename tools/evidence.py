@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,20 @@ class Kept:
 
 
 # ------------------------------------------------------------------------------------------------------------------ computing
+@contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether no other run computes in this folder; none begins as long as this one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(place)
+
+
 def compute(options: argparse.Namespace, kept: Kept) -> None:
     """Make results that are missing, until the time is over."""
     done, slow = {key_of(line) for line in kept.lines}, Slow()
@@ -152,10 +169,15 @@ def compute(options: argparse.Namespace, kept: Kept) -> None:
         for job in todo:
             yield (step_line if job.kind == "step" else study_line)(job, _named(job), slow)
 
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         work(generators(), options.workers, take, begin + 60 * options.minutes)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     kept.runs[-1]["minutes"] = round((time.monotonic() - begin) / 60, 1)
     kept.runs[-1]["results"] = count
     kept.write()
@@ -199,7 +221,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif options.part == "predicted" and not options.report:
         if kept.stale:
             print(f"{kept.stale:,} results of other code are left out")
-        compute(options, kept)
+        with alone(kept.path.parent) as free:
+            if not free:
+                print(f"error: another run computes in {kept.path.parent}; wait for it, or choose another --out", file=sys.stderr)
+                return 2
+            kept = Kept(kept.path)  # another run may have ended just now
+            compute(options, kept)
     if options.scope == "full":
         report.write_chart(kept.lines, options.chart)
         if options.part == "chart":

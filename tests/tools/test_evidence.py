@@ -202,6 +202,14 @@ def test_an_error_in_a_child_is_shown(tool: Any, monkeypatch: pytest.MonkeyPatch
         children.work(iter([steps.step_line(job, vars(job), steps.Slow())]), 1, lambda line: None, math.inf)
 
 
+def test_two_runs_do_not_write_to_one_file(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tool().alone(tmp_path / "evidence" / "smoke") as free:
+        assert free
+        assert tool().main(["--smoke", "--out", str(tmp_path)]) == 2
+    assert "another run computes" in capsys.readouterr().err
+    assert not (tmp_path / "evidence" / "smoke" / "cells.jsonl").exists()
+
+
 def test_settings_that_make_no_sense(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         tool().main(["--workers", "0"])
