@@ -108,7 +108,7 @@ class Job:
 
 
 def test_a_run_on_four_nodes_is_stopped_at_its_time_limit_and_goes_on(slurm: MiniSlurm, folder: Path) -> None:
-    """SLURM itself sends the signal before the limit; the curve of the two jobs is that of a run that nobody stopped."""
+    """C65. SLURM itself sends the signal before the limit; the curve of the two jobs is that of a run that nobody stopped."""
     limit = ["cluster.slurm.time=0:02:00", "cluster.slurm.stop_before=40"]  # SLURM looks twice a minute: the signal comes 50 to 80 s after the start
     job = Job(slurm, folder, "stopped", *FOUR_NODES, ENDLESS, *limit)
     job.wait_for_log("ended with exit code 75")
@@ -213,6 +213,20 @@ def test_bad_preprocessing_ends_with_the_reason(slurm: MiniSlurm, folder: Path) 
     assert "bad.jsonl:2" in done.stdout
     assert "jobs failed; the same command goes on" in done.stdout
     assert not (folder / "none.bin").exists()
+
+
+def test_a_sweep_is_one_job_for_each_run(slurm: MiniSlurm, folder: Path) -> None:
+    """By hydra-submitit-launcher, on two nodes each: srun starts the ranks, without torchrun."""
+    run = [each for each in RUN if not each.startswith("cluster.slurm.")] + ["cluster.nodes=2", "cluster.processes=1", "run.steps=2"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "-m", "hydra/launcher=slurm", "hydra.launcher.cpus_per_task=1", *run]
+    command += ["hydra.launcher.timeout_min=10", "run.name=high,low", "run.seed=3"]
+    environment = {**slurm.environment, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}  # the nodes' names lead nowhere
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    for name in ("high", "low"):
+        assert json.loads((folder / "runs" / name / "result.json").read_text(encoding="utf-8"))["steps"] == 2
+    said = [path.read_text(encoding="utf-8") for path in folder.glob("runs/.sweep/slurm/*/*_log.out")]
+    assert sum("layout: 2 ranks: 2 lanes" in each for each in said) == 2
 
 
 def test_more_than_the_partition_has(slurm: MiniSlurm, folder: Path) -> None:
