@@ -17,6 +17,11 @@ PAGE = ROOT / "docs" / "api.md"
 # Title, what for, and of each module the public names, in the order of the page.
 PARTS: tuple[tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
     (
+        "Any model",
+        "Training a PyTorch or transformers model that is not this project's with data-driven plans: docs/any_model.md.",
+        (("interop/any_model.py", ("*",)),),
+    ),
+    (
         "The planner",
         "From the lengths of a step's documents to its plan. No torch.",
         (
@@ -137,8 +142,9 @@ def _entry(name: str, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDe
         lines = [f"class {name}({bases})" if bases else f"class {name}", *fields]
         lines += [f"    {_signature('__init__', each)}" for each in made]
         return _block(lines, node)
-    what = "property " if any(ast.unparse(each) in ("property", "cached_property") for each in node.decorator_list) else ""
-    return _block([what + _signature(name, node)], node)
+    if any(ast.unparse(each) in ("property", "cached_property") for each in node.decorator_list):
+        return _block([f"{name}: {ast.unparse(node.returns) if node.returns else 'Any'}  # property"], node)
+    return _block([_signature(name, node)], node)
 
 
 def _block(lines: list[str], node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:

@@ -86,7 +86,7 @@ def _short(all_of_it: Evidence) -> Iterator[str | Table | Picture]:
     yield progress(all_of_it)
     steps = tables.planned(all_of_it.lines, 32)
     if not steps:
-        yield "No step is planned yet."
+        yield "No step on 32 GPUs is planned yet."
         return
     presets = tables.of_presets(steps)
     for name in tables.BASELINES:

@@ -12,7 +12,7 @@ COMPARED = [
 ]
 BASELINES = [
     ("static-best", "one cp, one recompute level, packs of one capacity, all tuned by an oracle for every single step. Nobody can run it; "
-        "it bounds what any static layout could do with packing."),
+        "it is above what a static layout reaches in practice. It knows three pack sizes."),
     ("static-fixed", "one cp and level for the whole run, the best over its first eight steps that also holds the longest document allowed; "
         "packs in arrival order. What a well-tuned Megatron-style run with packing is."),
     ("bucket", "documents padded to powers of two, microbatches of one size, dealt round robin, the best cp and level for the step "
