@@ -252,7 +252,7 @@ class Page:
         rows = [
             (str(row.get("time", "")), str(row.get("step", "")), str(row.get("kind", "")), str(row.get("text", ""))) for row in self.run.incidents
         ]
-        nothing = '<p class="note">None: no restart, no skipped step, no slow lane.</p>'
+        nothing = '<p class="note">None: no skipped step, no slow lane, no hang, no rank out of memory. Stops and goings-on are not listed.</p>'
         left = len(rows) - MOST_INCIDENTS
         more = f'<p class="note">{left:,} older ones are in incidents.jsonl.</p>' if left > 0 else ""
         shown = table(("time (UTC)", "step", "kind", "what happened"), rows[-MOST_INCIDENTS:], (1,)) if rows else nothing
