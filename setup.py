@@ -16,11 +16,11 @@ EXTRAS = {
     "data": ["pyarrow>=15", "zstandard>=0.22"],
     "te": ["transformer-engine[pytorch]==2.20.2"],
     "cluster": ["submitit>=1.5.2", "hydra-submitit-launcher==1.2.0"],
-    "docs": ["mkdocs-material>=9.5"],
+    "docs": ["mkdocs-material>=9.6"],
     "peers": ["megatron-core==0.16.1; python_version < '3.12'"],
 }
 EXTRAS["dev"] = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.8", "mypy>=1.13", "import-linter>=2.1", "scipy>=1.13", HADOLINT] + [
-    requirement for name in ("hf", "data", "peers", "tensorboard", "wandb", "cluster") for requirement in EXTRAS[name]
+    requirement for name in ("hf", "data", "peers", "tensorboard", "wandb", "cluster", "docs") for requirement in EXTRAS[name]
 ]
 
 setup(

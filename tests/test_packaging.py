@@ -57,7 +57,7 @@ def test_extras(metadata: dict) -> None:
     assert names["data"] == {"pyarrow", "zstandard"}
     assert names["cluster"] == {"submitit", "hydra-submitit-launcher"}
     assert names["dev"] >= {"pytest", "hypothesis", "ruff", "mypy", "import-linter", "scipy"}
-    for extra in ("hf", "data", "peers", "tensorboard", "wandb", "cluster"):
+    for extra in ("hf", "data", "peers", "tensorboard", "wandb", "cluster", "docs"):
         assert set(extras[extra]) <= set(extras["dev"]), extra
     assert extras["peers"] == ["megatron-core==0.16.1; python_version < '3.12'"]
 
