@@ -116,7 +116,7 @@ def test_a_page_of_what_is_there(runs, report, tmp_path, missing):
     text = (tmp_path / "run" / "report.html").read_text()
     assert ("Document lengths by chosen cp" in text) == (missing != "plans.jsonl")
     assert ("planned and measured" in text) == (missing not in ("timeline.jsonl", "plans.jsonl"))
-    assert ("None: no restart" in text) == (missing == "incidents.jsonl")
+    assert ("None: no skipped step" in text) == (missing == "incidents.jsonl")
 
 
 def test_rows_of_older_runs_and_bad_steps(runs, report, tmp_path):
