@@ -29,14 +29,15 @@ from megadcp.train.checkpoint_format import (
     index_of_format_1,
     read_json,
 )
-from megadcp.train.checkpoint_place import Say, point_to, reason_of, remove_leftovers, remove_old, require_room, saved, set_aside
+from megadcp.train.checkpoint_place import Say, began, point_to, reason_of, remove_leftovers, remove_old, require_room, saved, set_aside, step_of
 from megadcp.train.checkpoint_read import read_boxes, require_match, whole_boxes
 from megadcp.train.checkpoint_save import SaveFailed, Saver
+from megadcp.train.incidents import add_incident
 from megadcp.train.run_folder import RunFolder
 from megadcp.train.together import ALONE, gather
 
 __all__ = [
-    "PREFIX", "Checkpoint", "CheckpointError", "SaveFailed", "Saver", "folder_name", "newest", "open_checkpoint", "read_weights",
+    "PREFIX", "Checkpoint", "CheckpointError", "SaveFailed", "Saver", "began", "folder_name", "newest", "open_checkpoint", "read_weights",
     "remove_leftovers", "remove_old", "require_match", "require_room", "saved", "set_aside",
 ]  # fmt: skip
 
@@ -127,10 +128,13 @@ def newest(run: RunFolder, say: Say, repair: bool = False, group: Group = ALONE)
 
     All ranks of the group call it and get the same one. repair: also remove leftovers, set damaged ones aside (renamed to damaged-step-*: they
     don't count as saved any more) and move the pointer.
+
+    Raises:
+        CheckpointError: none is usable, or all that were saved are gone: nobody may take that for a run that has not begun.
     """
     if repair:
         _by_first(group, lambda: remove_leftovers(run))
-    paths = gather(saved(run) if group.index == 0 else [], group)[0]
+    paths, lost = gather((saved(run), began(run)) if group.index == 0 else ([], False), group)[0]
     damaged = []
     for path in reversed(paths):
         try:
@@ -142,6 +146,11 @@ def newest(run: RunFolder, say: Say, repair: bool = False, group: Group = ALONE)
         if repair:
             _by_first(group, lambda: _repair(run, damaged, path))  # noqa: B023 - called here and now
         return checkpoint
+    if lost and not paths:
+        raise CheckpointError(
+            f"{run.latest} says that checkpoints were saved, but {run.checkpoints} holds none; put them back (is the disk there?), or remove "
+            f"{run.latest} to begin anew at step 0"
+        )
     if damaged:
         names = ", ".join(path.name for path in damaged)
         raise CheckpointError(f"{run.checkpoints}: no checkpoint is usable ({names}: damaged); restore one, or start anew with another run.name")
@@ -151,6 +160,8 @@ def newest(run: RunFolder, say: Say, repair: bool = False, group: Group = ALONE)
 def _repair(run: RunFolder, damaged: Sequence[Path], good: Path) -> None:
     for one in damaged:
         set_aside(one)
+        text = f"{one.name} was damaged and is set aside as damaged-{one.name}; the run goes on from {good.name}"
+        add_incident(run.path, "damaged_checkpoint", step_of(good), text)
     point_to(run, good)
 
 

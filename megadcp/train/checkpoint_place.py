@@ -37,6 +37,11 @@ def step_of(path: Path) -> int:
     return int(path.name[len(PREFIX) :])
 
 
+def began(run: RunFolder) -> bool:
+    """Whether a checkpoint of this run was ever complete, even if none is in sight now."""
+    return run.latest.exists() or bool(saved(run))
+
+
 # ---------------------------------------------------------------------------------------------------------------- change
 def put_in_place(run: RunFolder, draft: Path, final: Path) -> None:
     """Give a complete draft its name and move the pointer to it. Whenever this process dies, a complete checkpoint is there."""

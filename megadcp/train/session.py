@@ -194,7 +194,7 @@ def open_run(session: Session, worker: PlanWorker | None, back: Rollback | None)
     device = choose_device(config) if world is None else world.device
     tokenizer = _open_tokenizer(config)
     source = open_training(config.data, config.run.steps)
-    first(world, lambda: check_files(folder.path, config, bool(checkpoint.saved(folder)), console.say))
+    first(world, lambda: check_files(folder.path, config, checkpoint.began(folder), console.say))
     first(world, lambda: _interruptible(session, source.build))  # now, not in the middle of a step
     held_out = open_validation(config.data)
     planning = _Planning(config)

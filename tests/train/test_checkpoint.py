@@ -19,6 +19,7 @@ from megadcp.parallel.boxes import Box
 from megadcp.train import checkpoint_place, checkpoint_save, checkpoint_write
 from megadcp.train.checkpoint import CheckpointError, SaveFailed, Saver, newest, open_checkpoint, read_weights, require_match, require_room, saved
 from megadcp.train.checkpoint_format import sha256_of
+from megadcp.train.incidents import read_incidents
 from megadcp.train.run_folder import RunFolder
 from megadcp.train.together import ALONE
 
@@ -383,6 +384,16 @@ def test_nothing_saved(run):
     assert newest(run, quiet) is None
 
 
+@pytest.mark.parametrize("repair", [False, True])
+def test_checkpoints_that_are_gone_are_an_error_and_not_a_fresh_start(run, repair):
+    put(run, 1)
+    (run.checkpoints / "step-00000001").rename(run.path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"latest says that checkpoints were saved, but .* holds none; put them back"):
+        newest(run, quiet, repair)
+    (run.path / "elsewhere").rename(run.checkpoints / "step-00000001")
+    assert newest(run, pytest.fail, repair).step == 1
+
+
 DAMAGE = {
     "cut": lambda path: os.truncate(path / DATA, (path / DATA).stat().st_size - 1),
     "empty": lambda path: os.truncate(path / DATA, 0),
@@ -418,6 +429,7 @@ def test_damage_is_told_and_the_one_before_is_taken(run, kind):
     assert run.latest.read_text() == "checkpoints/step-00000001\n"
     assert [path.name for path in saved(run)] == ["step-00000001"]
     assert (run.checkpoints / "damaged-step-00000002").is_dir()
+    assert [(one["kind"], one["step"]) for one in read_incidents(run.path)] == [("damaged_checkpoint", 1)]
     put(run, 2)  # the step comes again
     assert newest(run, quiet).step == 2
 
