@@ -156,15 +156,19 @@ def check_files(folder: Path, config: Config, began: bool, say: Callable[[str], 
     began: something has been trained already; before that any files will do.
 
     Raises:
-        UserError: a file has changed, and checkpoint.allow_change names neither data.train nor data.validation. Nothing was written.
+        UserError: a file has changed, and checkpoint.allow_change does not name what it is for. Nothing was written.
     """
-    now, before = prints_of(dataset_files(config.data)), _known_prints(folder) if began else {}
-    changed = changed_files(before, now)
-    if changed and not (may_reorder(config) or is_allowed(config, "data.validation")):
-        raise UserError(
-            f"the data has changed under {folder}: {'; '.join(changed)}. Put the files back, choose run.name=NAME for a new run, or go on with the "
-            "new ones: checkpoint.allow_change=[data.train]"
-        )
+    now, before = prints_of(dataset_files(config.data)), _known_prints(folder, say) if began else {}
+    trained = {str(path.absolute()) for path in dataset_files(replace(config.data, validation=()))}
+    changed = []
+    for name, allowed in (("data.train", may_reorder(config)), ("data.validation", is_allowed(config, "data.validation"))):
+        found = changed_files(before, {path: one for path, one in now.items() if (path in trained) == (name == "data.train")})
+        if found and not allowed:
+            raise UserError(
+                f"the data has changed under {folder}: {'; '.join(found)}. Put the files back, choose run.name=NAME for a new run, or go on with the "
+                f"new ones: checkpoint.allow_change=[{name}]"
+            )
+        changed += found
     for one in changed:
         say(f"WARNING: {one} (asked for by checkpoint.allow_change)")
         add_incident(folder, "data_changed", None, one)
@@ -172,9 +176,15 @@ def check_files(folder: Path, config: Config, began: bool, say: Callable[[str], 
         write_json(folder / PRINTS, before | now)
 
 
-def _known_prints(folder: Path) -> dict[str, Any]:
+def _known_prints(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """What the run remembers; nothing where it has no such file (yet), or a damaged one, which is told."""
     try:
         found = json.loads((folder / PRINTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        say(f"WARNING: {folder / PRINTS} can't be read ({error}): whether the data has changed under the run is not known")
+        return {}
+    return found

@@ -216,8 +216,10 @@ def test_data_that_changed_under_a_run_is_refused_by_the_name_of_the_file(prefix
     stop_after(2, made, tmp_path / "run")
     rewrite(mine, how)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=told):
-        train(made, tmp_path / "run")
+    other = {"train": "data.validation", "validation": "data.train"}[part]
+    for named in ((), (other,)):
+        with pytest.raises(UserError, match=rf"{told}.*allow_change=\[data\.{part}\]"):
+            train(replace(made, checkpoint=replace(made.checkpoint, allow_change=named)), tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     allowed = replace(made, checkpoint=replace(made.checkpoint, allow_change=(f"data.{part}",)))
     assert train(allowed, tmp_path / "run") == FINISHED
@@ -232,6 +234,16 @@ def test_before_anything_was_trained_any_files_will_do(prefix, tmp_path):
     rewrite(mine, "longer")
     resume.check_files(tmp_path, made, False, pytest.fail)
     resume.check_files(tmp_path, made, True, pytest.fail)
+
+
+def test_a_damaged_memory_of_the_files_is_told(prefix, tmp_path):
+    made, said = setup(prefix), []
+    resume.check_files(tmp_path, made, False, pytest.fail)
+    (tmp_path / resume.PRINTS).write_text("{")
+    resume.check_files(tmp_path, made, True, said.append)
+    assert len(said) == 1
+    assert "whether the data has changed under the run is not known" in said[0]
+    resume.check_files(tmp_path, made, True, pytest.fail)  # remembered anew
 
 
 def test_large_files_are_sampled(tmp_path, monkeypatch):
