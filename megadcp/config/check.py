@@ -321,6 +321,21 @@ def _health(config: Config) -> None:
             "health.rollback_documents=skip needs documents beyond those of run.steps, but the order of data.mode=stream ends with them; "
             "set health.rollback_documents=repeat, or data.mode=documents"
         )
+    for name in [name for name in ("nan", "spike") if getattr(health, name) == "rollback"]:
+        _rollback(config, f"health.{name}=rollback")
+
+
+def _rollback(config: Config, asked: str) -> None:
+    """Whenever a step is bad a checkpoint must be kept that is old enough to go back to."""
+    checkpoint, back = config.checkpoint, config.health.rollback_steps
+    if not checkpoint.every:
+        raise UserError(f"{asked} needs checkpoints to go back to, but checkpoint.every=0 saves at the end only; set checkpoint.every to 1 or more")
+    reach = (checkpoint.keep_last - 1) * checkpoint.every + 1  # of a step right after a save
+    if back > reach and not checkpoint.keep_every:
+        raise UserError(
+            f"health.rollback_steps={back} may be more than checkpoint.keep_last={checkpoint.keep_last} of every {checkpoint.every} steps reach back; "
+            f"legal here: 1 to {reach}, or a larger keep_last"
+        )
 
 
 def _checkpoint(config: Config) -> None:

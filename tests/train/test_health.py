@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,6 +219,20 @@ def test_which_policy_a_problem_gets():
 def test_settings_that_contradict_themselves(prefix, health, data, message):
     with pytest.raises(UserError, match=message):
         check(config(prefix, health=health, data=data))
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "message"),
+    [
+        (1, {"every": 0}, r"health\.nan=rollback needs checkpoints to go back to, but checkpoint\.every=0"),
+        (4, {"every": 3, "keep_last": 2}, ""),
+        (5, {"every": 3, "keep_last": 2}, r"health\.rollback_steps=5 may be more .* legal here: 1 to 4, or a larger keep_last"),
+        (5, {"every": 3, "keep_last": 2, "keep_every": 6}, ""),
+    ],
+)
+def test_going_back_needs_a_checkpoint_to_go_back_to(prefix, steps, checkpoint, message):
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check(config(prefix, health={"nan": "rollback", "rollback_steps": steps}, checkpoint=checkpoint))
 
 
 def spoil(monkeypatch, places: set[int], value: float) -> None:
