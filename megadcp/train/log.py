@@ -186,8 +186,9 @@ def short(value: float) -> str:
 
 
 def flops_text(value: float) -> str:
-    """FLOP/s of one device, in the unit that fits."""
-    return f"{value / 1e12:.0f} TFLOP/s" if value >= 1e13 else f"{value / 1e12:.1f} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.{0 if value >= 9.95e9 else 1}f} GFLOP/s"
+    """FLOP/s of one device, in the unit that fits; one decimal below ten of it."""
+    unit, name = (1e12, "TFLOP/s") if value >= 1e12 else (1e9, "GFLOP/s")
+    return f"{value / unit:.{0 if value >= 9.95 * unit else 1}f} {name}"
 
 
 def duration(seconds: float) -> str:

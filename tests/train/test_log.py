@@ -18,7 +18,9 @@ def test_duration(seconds, text):
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(507e12, "507 TFLOP/s"), (1.23e12, "1.2 TFLOP/s"), (42e9, "42 GFLOP/s")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(507e12, "507 TFLOP/s"), (9.97e12, "10 TFLOP/s"), (1.23e12, "1.2 TFLOP/s"), (42e9, "42 GFLOP/s"), (7.1e9, "7.1 GFLOP/s")]
+)
 def test_flops_text(value, text):
     assert flops_text(value) == text
 
