@@ -32,6 +32,7 @@ from megadcp.train.run_folder import write_json
 
 MOST_ROWS = 10_000  # that wait for a slow tracker
 CRASH_SECONDS = 10.0  # that a tracker has to finish when the run has crashed
+STOP_SECONDS = 5.0  # in which a killed process ends
 ID_FILE, NUMBERS_FILE = "wandb.json", ".wandb-numbers"
 SKIPPED_KEYS = {"measured", "lane_ratios"}  # lists
 
@@ -225,7 +226,8 @@ class ProcessTracker:
     def _stop(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # of the session that was started with it
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_SECONDS)  # one that waits for a dead file system can't even be killed
         with contextlib.suppress(queue.Full):  # full: the thread finds the pipe closed
             self._rows.put_nowait(None)
 

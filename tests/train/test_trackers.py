@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -153,6 +154,23 @@ def test_a_hanging_tracker_is_left_behind(tmp_path, fake, behaviour):
     for one in calls(tmp_path, "child"):
         with pytest.raises(ProcessLookupError):
             _wait_for_end(one["pid"])
+
+
+def test_a_tracker_that_can_not_be_killed_is_left_behind(tmp_path, fake, monkeypatch):
+    """As a process that waits for a file system which is gone."""
+    fake("finish hangs")
+    tracker = ProcessTracker(run_of(tmp_path, timeout_s=0.5), lambda line: None)
+    kill = os.killpg
+    monkeypatch.setattr("megadcp.train.trackers.os.killpg", lambda pid, number: None)
+    monkeypatch.setattr("megadcp.train.trackers.STOP_SECONDS", 0.2)
+    closing = threading.Thread(target=tracker.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    try:
+        assert not closing.is_alive()
+    finally:
+        kill(tracker._process.pid, signal.SIGKILL)
+        tracker._process.wait()
 
 
 def _wait_for_end(pid: int) -> None:
