@@ -41,7 +41,7 @@ def assembled(boxes):
     for box in boxes:
         tensor = whole.setdefault(box.name, torch.full(box.whole, float("nan"), dtype=box.values.dtype))
         count = seen.setdefault(box.name, torch.zeros(box.whole))
-        assert tensor.shape == box.whole and tensor.dtype == box.values.dtype
+        assert (tuple(tensor.shape), tensor.dtype) == (tuple(box.whole), box.values.dtype)
         place = tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
         tensor[place] = box.values
         count[place] += 1
