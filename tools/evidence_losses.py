@@ -37,6 +37,7 @@ from megadcp.train.schedule import learning_rate
 from megadcp.train.state import build_model
 
 STEPS = 300
+HELD_OUT = 4096  # tokens, as in tests/dist/test_convergence.py
 LIMIT_S = 3600.0
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -114,7 +115,7 @@ def _train(config: Config, training: Training, pool: GroupPool | None) -> tuple[
         losses.append(result.loss)
     optimizer.wait()
     held_out, plan_for = open_validation(config.data, say=lambda line: None)[0], planner_for(config)
-    loss = evaluate(engine, held_out, lambda found: plan_for(found.step, found.lengths.tolist()), config.run.validate_tokens).loss
+    loss = evaluate(engine, held_out, lambda found: plan_for(found.step, found.lengths.tolist()), HELD_OUT).loss
     gradients.close()
     return losses, loss
 

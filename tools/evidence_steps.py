@@ -23,6 +23,7 @@ from megadcp.plan.memory import group_sizes
 PLAN_LIMIT = 10.0  # CPU seconds of a scheduler for one step, this project's and megatron-core's alike
 TUNING_LIMIT = 30.0  # of all caps of megatron-core's scheduler together: tuning it is our doing
 OTHER_LIMIT = 60.0  # of the other baselines, and of a whole study
+HALVINGS = 6  # of the packs of static-any
 BOUND_1F1B_LANES, BOUND_1F1B_SEEDS = 32, 3  # one to two seconds a step
 Answer = dict[str, Any]
 
@@ -84,6 +85,17 @@ def static(job: Job, clock: Clock) -> Answer:
     return {"static-best": digits(found.makespan), "static_peak": round(peak)}
 
 
+def static_any(job: Job, clock: Clock) -> Answer:
+    """static-best with packs of at most c, c/2 ... c/64, the best for this step; a document longer than that has its own pack."""
+    lengths, basis = steps_of(job, FIRST_STEPS)[0], job.planner().basis
+
+    def least() -> float:
+        found = [static_best(basis, lengths, job.max_length >> halvings) for halvings in range(HALVINGS + 1)]
+        return min((one.makespan for one in found if one is not None), default=math.inf)
+
+    return {"static-any": digits(clock.milliseconds(least)[0])}
+
+
 def fixed(job: Job, clock: Clock) -> Answer:
     """static-fixed, chosen by the run's first eight steps, of which this is the first."""
     steps, basis = steps_of(job, FIRST_STEPS), job.planner().basis
@@ -128,6 +140,7 @@ def digits(value: float) -> float | None:
 STEP_OPERATIONS: dict[str, Callable[[Job, Clock], Answer]] = {
     "plan": plan,
     "static-best": static,
+    "static-any": static_any,
     "static-fixed": fixed,
     "bucket": buckets,
     "megatron_once": megatron_once,
@@ -153,7 +166,7 @@ def step_line(job: Job, line: Line, slow: Slow) -> Generator[Ask, Answer, Line]:
     """Ask for everything about a step; the result. `over`: what was cut off, and after how many CPU seconds."""
     if job.lanes < 1:
         return {**line, "why": f"one copy of the model takes tp {job.tp} x pp {job.pp} = {job.tp * job.pp} GPUs"}
-    wanted = [("plan", PLAN_LIMIT), ("static-best", OTHER_LIMIT), ("static-fixed", OTHER_LIMIT), ("bucket", OTHER_LIMIT)]
+    wanted = [("plan", PLAN_LIMIT), *((name, OTHER_LIMIT) for name in ("static-best", "static-any", "static-fixed", "bucket"))]
     if job.pp == 1:
         wanted += [("megatron_once", PLAN_LIMIT), ("megatron", TUNING_LIMIT)]
     elif job.lanes <= BOUND_1F1B_LANES and job.seed <= BOUND_1F1B_SEEDS:

@@ -11,8 +11,12 @@ COMPARED = [
     "tokens are reached; each seed is another step. GPUs = lanes x tp x pp. Medians, quartiles and ranges are over steps.",
 ]
 BASELINES = [
-    ("static-best", "one cp, one recompute level, packs of one capacity, all tuned by an oracle for every single step. Nobody can run it; "
-        "it is above what a static layout reaches in practice. It knows three pack sizes."),
+    ("static-best", "one cp, one recompute level, packs of one size, all tuned by an oracle for every single step. Nobody can run it; "
+        "packs of c, c/2 or c/4 tokens, c being the maximum length (docs/plan.md section 5). A plan is never predicted slower."),
+    ("static-any", "static-best with packs of c, c/2 ... down to c/64 tokens, longer documents in packs of their own. Not among what "
+        "plans are guaranteed to beat. Where c is large beside a lane's tokens, static-best can't make enough microbatches for "
+        "a pipeline, and what a plan gains over it is then the size of microbatches and not the lengths of documents; this "
+        "baseline has those sizes."),
     ("static-fixed", "one cp and level for the whole run, the best over its first eight steps that also holds the longest document allowed; "
         "packs in arrival order. What a well-tuned Megatron-style run with packing is."),
     ("bucket", "documents padded to powers of two, microbatches of one size, dealt round robin, the best cp and level for the step "

@@ -106,6 +106,7 @@ def test_every_result_is_there_and_makes_sense(made: Path, tool: Any) -> None:
     for line in steps:
         assert line["bound"] <= line["seconds"] <= line["static-best"] * (1 + 1e-6)
         assert line["seconds"] <= min(line["static-fixed"], line["bucket"])
+        assert line["static-any"] <= line["static-best"] * (1 + 1e-6)
         assert 0 < line["static_peak"] < 141e9
         assert 0 < line["peak"] < 141e9
         assert ("bound_1f1b" in line) == (line["pp"] > 1)
