@@ -333,7 +333,7 @@ def _rollback(config: Config, asked: str) -> None:
     reach = (checkpoint.keep_last - 1) * checkpoint.every + 1  # of a step right after a save
     if back > reach and not checkpoint.keep_every:
         raise UserError(
-            f"health.rollback_steps={back} may be more than checkpoint.keep_last={checkpoint.keep_last} of every {checkpoint.every} steps reach back; "
+            f"health.rollback_steps={back} may be more than checkpoint.keep_last={checkpoint.keep_last} x {checkpoint.every} steps reach back; "
             f"legal here: 1 to {reach}, or a larger keep_last"
         )
 

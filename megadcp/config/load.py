@@ -281,6 +281,10 @@ def _check_request(arguments: Any, source: Source) -> None:
                 f"jobs {first} and {number} of this sweep would share the run folder {config.run.folder}/{config.run.name}; leave run.name out "
                 "(each job is then named after its overrides) or sweep it too: run.name=a,b"
             )
+    try:
+        Path(str(node.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)  # as Hydra does next, with a traceback where it can't
+    except OSError as error:
+        raise UserError(f"{error.filename} can't be made ({error.strerror}); set run.folder to a folder you may write to") from None
 
 
 def _sweep_jobs(overrides: Sequence[str], source: Source) -> list[list[str]]:

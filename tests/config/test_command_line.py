@@ -106,6 +106,20 @@ def test_nothing_starts_when_something_is_wrong(call: Call, capsys: pytest.Captu
     assert not any(Path().iterdir())
 
 
+def test_a_run_folder_below_a_file_is_left_to_the_trainer(call: Call) -> None:
+    """Which tells it in one line; Hydra makes no folder before."""
+    Path("file").touch()
+    code, seen = call("run.folder=file/runs")
+    assert (code, [one.run.folder for one in seen]) == (0, ["file/runs"])
+    assert not Path("runs").exists()
+
+
+def test_a_sweep_below_a_file_is_one_line(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    assert call("-m", "run.folder=file/runs", "optim.lr=1e-3,2e-3") == (2, [])
+    assert capsys.readouterr().err == "error: file/runs/.sweep can't be made (Not a directory); set run.folder to a folder you may write to\n"
+
+
 def test_cfg_job(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     code, seen = call("experiment=gpt_8b", "optim.lr=1e-4", "--cfg", "job")
     text = capsys.readouterr().out
