@@ -251,12 +251,7 @@ def _gpu(folder: Path) -> Iterator[str | Table | Picture]:
 def _no_help(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
     said, found = tables.no_help(lines)
     yield " ".join(said)
-    yield (
-        "Why: where all documents are alike there is nothing to balance; where one document alone decides how long a step is, "
-        "no arrangement of the others helps; on few lanes, or with many short documents per lane, the best static layout is "
-        "even already. static-best is tuned for every step by an oracle, so what a real run without plans gives up is nearer "
-        "to the column 'static-fixed'."
-    )
+    yield texts.NO_HELP
     yield found if found.rows else "No such cell among the results so far."
     _, variants, _ = tables.sensitivity_rows(lines)
     poor = [
@@ -310,11 +305,13 @@ def gain_svg(lines: Sequence[Line]) -> str:
     )
 
 
-def write_chart(lines: Sequence[Line], place: Path) -> None:
-    """The README's chart, where there is something to draw."""
-    if tables.gain_rows(lines):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_file(str(place), gain_svg(lines))
+def write_chart(lines: Sequence[Line], place: Path) -> bool:
+    """The README's chart; False where there is nothing to draw."""
+    if not tables.gain_rows(lines):
+        return False
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_file(str(place), gain_svg(lines))
+    return True
 
 
 def write(all_of_it: Evidence, markdown: Path, html: Path) -> None:

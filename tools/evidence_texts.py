@@ -85,3 +85,9 @@ REGROUP_ERROR = (
 REGROUP_MEMORY = (
     "Memory measured on ranks: none is kept; a CPU process has no figure that is like a device's peak. The memory figures of (a) are the model's."
 )
+NO_HELP = (
+    "Where all documents are alike there is nothing to balance, and where one document alone decides how long a step is, no "
+    "arrangement of the others helps. static-best is tuned for every step by an oracle: what a real run without plans gives up "
+    "is nearer to the column 'static-fixed'. A plan may be slower than static-any, which has more pack sizes than the static "
+    "layout that the planner falls back to."
+)

@@ -300,7 +300,8 @@ def test_the_chart_is_drawn_from_8b_on_32_gpus(tool: Any, tmp_path: Path) -> Non
         {**line, "preset": "byted", "pp": 4, "static-best": 9},
     ]
     assert [row.label for row in tool("tables").gain_rows(lines)] == ["wikipedia", "web"]
-    tool("report").write_chart(lines, tmp_path / "pictures" / "gain.svg")
+    assert not tool("report").write_chart(lines[2:], tmp_path / "none.svg")
+    assert tool("report").write_chart(lines, tmp_path / "pictures" / "gain.svg")
     assert "not measured on GPUs" in (tmp_path / "pictures" / "gain.svg").read_text(encoding="utf-8")
 
 
