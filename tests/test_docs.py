@@ -17,7 +17,23 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from doc_commands import ADDED, PLACEHOLDER, ROOT, Command, blocks, check, check_name, check_settings, pages, read, runs, shape, spans, untagged
+from doc_commands import (
+    ADDED,
+    GROUPS,
+    PLACEHOLDER,
+    ROOT,
+    Command,
+    blocks,
+    check,
+    check_name,
+    check_settings,
+    pages,
+    read,
+    runs,
+    shape,
+    spans,
+    untagged,
+)
 
 from megadcp.config.check import UserError
 
@@ -124,9 +140,7 @@ def test_settings_in_text_exist() -> None:
     faults = []
     for one in IN_TEXT:
         for word in one.text.split() if one.text.count("=") > 1 else [one.text]:
-            match = re.fullmatch(
-                r"(run|model|data|parallel|plan|precision|optim|checkpoint|log|health|cluster|hardware|experiment)((?:\.\w+)*)(=.*)?", word
-            )
+            match = re.fullmatch(rf"({GROUPS}|experiment)((?:\.\w+)*)(=.*)?", word)
             if not match or match[0] == match[1] or re.search(r"\.(md|py|json|jsonl|yaml|svg|safetensors|zst|bin|idx|\d+)\b", match[2]):
                 continue
             try:
