@@ -12,12 +12,12 @@ cp          microbatches as for batch, each with its own cp. Lanes still run equ
 unequal     microbatches and cp alike, each on the lanes that are free first: lanes run different numbers of them.
 unpadded    the same choices, documents as long as they are: still only documents of one bucket share a microbatch.
 packing     documents of any length share a microbatch: the planner, with one recompute level on all layers
-            (the best of four for this step).
-recompute   the planner as it is, any level on any number of layers for each microbatch. With pipelines without the next rung: the slots of that
-            plan in the order of their longest microbatch, longest first.
+            (the best of four for this step). With pipelines without the last rung: the slots of that plan in the order of their longest
+            microbatch, longest first.
+recompute   the planner as it is, any level on any number of layers for each microbatch; with pipelines slots as for packing.
 order       pipelines only: the slots in the planner's order.
 
-batch, cp and unequal are built here, by list scheduling: for each of several aims (seconds), every microbatch takes the smallest group that ends it
+batch to unpadded are built here, by list scheduling: for each of several aims (seconds), every microbatch takes the smallest group that ends it
 within the aim, else the fastest; the aim of least simulated makespan counts. A plan that exceeds the memory counts as not found.
 """
 
@@ -76,12 +76,11 @@ def _rungs(job: Job) -> Answer:
         best[name] = min([*best.values(), *(shop.best(how) for shop in _shops(basis, lengths, job.max_length, exact))])
     best["packing"] = min(best["unpadded"], _one_level(job, lengths))
     plan = plan_for(0, lengths)
-    whole = min(best["packing"], plan.predicted.seconds)
     if job.pp == 1:
-        best["recompute"] = whole
+        best["recompute"] = min(best["packing"], plan.predicted.seconds)
     else:
-        best["recompute"] = min(best["packing"], max(whole, _longest_slots_first(basis, plan.microbatches)))
-        best["order"] = whole
+        best["recompute"] = min(best["packing"], _longest_slots_first(basis, plan.microbatches))
+        best["order"] = min(best["recompute"], plan.predicted.seconds)
     static = static_best(basis, lengths, job.max_length)
     best["static-best"] = inf if static is None else static.makespan
     return {"documents": len(lengths), "rungs": {name: digits(value) for name, value in best.items()}}
@@ -102,13 +101,14 @@ def _shops(basis: Basis, lengths: Sequence[int], capacity: int, exact: bool) -> 
 
 
 def _one_level(job: Job, lengths: Sequence[int]) -> float:
-    """The planner with each level on all layers; the best."""
+    """The planner with each level on all layers; the best. With pipelines its slots in the order longest first."""
     least = inf
     for level in LEVELS:
         try:
-            least = min(least, Planner(config_of(job, recompute=level))(0, lengths).predicted.seconds)
+            plan = Planner(config_of(job, recompute=level))(0, lengths)
         except UserError:
             continue
+        least = min(least, plan.predicted.seconds if job.pp == 1 else _longest_slots_first(job.planner().basis, plan.microbatches))
     return least
 
 

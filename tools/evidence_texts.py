@@ -57,8 +57,8 @@ ABLATION = [
     "bucket: the baseline. batch: microbatches of at most c, c/2, ... c/lanes tokens, one cp. cp: each microbatch with its "
     "own cp, lanes still run equally many. unequal: lanes run different numbers. unpadded: documents are not padded to "
     "powers of two, still one bucket per microbatch. packing: any documents share a microbatch (the planner, one recompute "
-    "level on all layers). recompute: any level on any number of layers per microbatch; with pipelines slots in the order "
-    "longest first. order: slots in the planner's order. batch to unpadded are made by list scheduling "
+    "level on all layers; with pipelines its slots reordered longest first). recompute: any level on any number of layers per "
+    "microbatch, slots alike. order: slots in the planner's order. batch to unpadded are made by list scheduling "
     "(tools/evidence_ablation.py has it exactly).",
 ]
 SENSITIVITY = [
