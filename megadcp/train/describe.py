@@ -154,7 +154,9 @@ def _watching(config: Config) -> str:
 
 
 def _checkpoints(config: Config) -> str:
-    every = f"every {config.checkpoint.every:,} steps and at the end" if config.checkpoint.every else "at the end"
+    every = "at the end or when asked to stop only (checkpoint.every)"
+    if config.checkpoint.every:
+        every = f"every {config.checkpoint.every:,} steps and at the end"
     kept = f"the last {config.checkpoint.keep_last} are kept"
     if config.checkpoint.keep_every:
         kept += f", those of every {config.checkpoint.keep_every:,}th step for ever"
