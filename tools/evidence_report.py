@@ -290,9 +290,14 @@ def gain_svg(lines: Sequence[Line]) -> str:
     """The README's chart."""
     rows = tables.gain_rows(lines)
     steps = sum(len(row.values[0]) for row in rows)
+    drawn = tables.chart_lines(lines)
+
+    def sizes(name: str) -> str:
+        return ", ".join(tables.k(size) for size in sorted({line[name] for line in drawn}))
+
     notes = [
         f"8b on 32 H200, bf16: predicted by the cost model, not measured on GPUs · {steps:,} steps",
-        "16k, 32k and 128k tokens per lane, documents of at most 32k, 128k, 512k",
+        f"tokens per lane: {sizes('tokens')}; longest document allowed: {sizes('max_length')}",
         "mark: median, thick: quartiles, thin: range over steps · constant: equal lengths, the negative control",
     ]
     title = "What planning each step gains, by distribution of document lengths"
