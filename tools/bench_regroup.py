@@ -148,7 +148,7 @@ def timed_rank(rank: int, job: Job) -> list[tuple[float, float, float]]:
             for plan in job.plans[name]:
                 for dilation, own in seconds.items():
                     lane = TimedLane(plan, pool, dataclasses.replace(tempo, dilation=dilation))
-                    agree(plan, 0, None, pool, CPU)
+                    agree(plan, 0, None, pool)
                     own.append(lane.run())
             found.append((_slowest(seconds[tempo.dilation], pool), _slowest(seconds[0.0], pool), 0.0))
     return found
