@@ -44,7 +44,7 @@ def prove(tools, tmp_path, capsys):
 
 def wrong_gradients(monkeypatch, factor=1 + 1e-7):
     """Several ranks sum gradients a little wrongly; one process does not."""
-    finish = GradientBuffers._finish_together
+    finish = GradientBuffers._judge_together
 
     def wrong(self, pool, losses, targets, clip_norm):
         verdict = finish(self, pool, losses, targets, clip_norm)
@@ -53,7 +53,7 @@ def wrong_gradients(monkeypatch, factor=1 + 1e-7):
                 piece.values.mul_(factor)
         return verdict
 
-    monkeypatch.setattr(GradientBuffers, "_finish_together", wrong)
+    monkeypatch.setattr(GradientBuffers, "_judge_together", wrong)
 
 
 # ------------------------------------------------------------------------------------------------------------------ proofs
