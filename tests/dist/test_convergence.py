@@ -202,7 +202,7 @@ def test_300_quickstart_steps_in_fp32_end_where_static_ones_do(tmp_path: Path) -
     statics = [fixed[1], other[1], other_2[1]]
     spread = max(statics) - min(statics)
     print(f"planned {planned[1]:.4f}, on two ranks {planned_2[1]:.4f}; static {', '.join(f'{loss:.4f}' for loss in statics)}")
-    assert differ(planned[2], fixed[2]) > 150 < differ(other[2], fixed[2])
+    assert min(differ(planned[2], fixed[2]), differ(other[2], fixed[2])) > 100
     assert fixed[1] < 0.7 * fixed[0][0]
     assert 0 < spread < 0.2
     assert max(abs(planned[1] - fixed[1]), abs(planned_2[1] - fixed[1])) < 2 * spread
