@@ -37,7 +37,8 @@ class Profile:
 
 def fit_profile(config: Config, compute: Compute, communication: Communication | None) -> Profile:
     """Coefficients that best predict what was measured. What wasn't measured stays as it is in the config's profile."""
-    base, name, rate = config.hardware, config.hardware.name, config.precision.format
+    base, name = config.hardware, config.hardware.name
+    rate = config.precision.format if config.precision.format in ("fp32", "bf16") else "fp8"
     kept = f"kept from {name}: not measured here"
     comments = {
         field: kept for field in ("net_bytes", "tp_exposed", "usable_fraction", "loss_chunk", "gpus_per_node", "reduce_overlap", "peak_flops")

@@ -218,7 +218,6 @@ def test_packs_are_what_was_asked_for_and_the_held_out_ones_are_others(tool):
         (["out=x.yaml", "out=y.yaml"], "out= is given twice"),
         (["out=x.yaml", "model=gpt_9b"], "nearest: gpt_8b"),
         (["out=x.yaml", "model.hiden=3"], "model.hidden"),
-        (["out=x.yaml", "precision=fp8"], "precision.format=fp8"),
         (["out=x.yaml", "parallel.tp=2", "cluster.processes=2"], "without tensor or pipeline parallelism"),
         (["out=x.yaml", "tokens=1_000_000_000_000"], "do not fit this device's memory"),
     ],
