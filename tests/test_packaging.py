@@ -1,6 +1,7 @@
 """The outside of the project: what is installed, what importing loads, and whether README, CHANGELOG and CI say what is true."""
 
 import ast
+import fnmatch
 import importlib.util
 import re
 import subprocess
@@ -229,3 +230,13 @@ def test_ci_notices_skipped_peers(peers, how: str, tmp_path: Path, monkeypatch: 
     }
     assert expected[how] in text
     assert "not a peer" not in text
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    """pytest passes over folders by name, "dist" among them unless it is told otherwise; and two modules of one name can't be loaded."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    passed_over = pytestconfig.getini("norecursedirs")
+    for folder in {part for file in files for part in file.relative_to(ROOT).parts[:-1]}:
+        assert not any(fnmatch.fnmatch(folder, pattern) for pattern in passed_over), folder
+    names = [file.name for file in files]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
