@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from evidence_cells import Cell, Job, Line
 
 from megadcp.plan.baseline_megatron import balanced_groups, caps, megatron_balanced, scheduler
-from megadcp.plan.baselines import FIRST_STEPS, bucket, static_best, static_fixed
+from megadcp.plan.baselines import FIRST_STEPS, bucket, static_any, static_best, static_fixed
 from megadcp.plan.bound_1f1b import lower_bound_1f1b
 from megadcp.plan.limits import most_cp
 from megadcp.plan.memory import group_sizes
@@ -23,7 +23,6 @@ from megadcp.plan.memory import group_sizes
 PLAN_LIMIT = 10.0  # CPU seconds of a scheduler for one step, this project's and megatron-core's alike
 TUNING_LIMIT = 30.0  # of all caps of megatron-core's scheduler together: tuning it is our doing
 OTHER_LIMIT = 60.0  # of the other baselines, and of a whole study
-HALVINGS = 6  # of the packs of static-any
 BOUND_1F1B_LANES, BOUND_1F1B_SEEDS = 32, 3  # one to two seconds a step
 Answer = dict[str, Any]
 
@@ -85,15 +84,11 @@ def static(job: Job, clock: Clock) -> Answer:
     return {"static-best": digits(found.makespan), "static_peak": round(peak)}
 
 
-def static_any(job: Job, clock: Clock) -> Answer:
-    """static-best with packs of at most c, c/2 ... c/64, the best for this step; a document longer than that has its own pack."""
+def any_packs(job: Job, clock: Clock) -> Answer:
+    """static-any, the best for this step."""
     lengths, basis = steps_of(job, FIRST_STEPS)[0], job.planner().basis
-
-    def least() -> float:
-        found = [static_best(basis, lengths, job.max_length >> halvings) for halvings in range(HALVINGS + 1)]
-        return min((one.makespan for one in found if one is not None), default=math.inf)
-
-    return {"static-any": digits(clock.milliseconds(least)[0])}
+    found, _ = clock.milliseconds(lambda: static_any(basis, lengths, job.max_length))
+    return {"static-any": None if found is None else digits(found.makespan)}
 
 
 def fixed(job: Job, clock: Clock) -> Answer:
@@ -140,7 +135,7 @@ def digits(value: float) -> float | None:
 STEP_OPERATIONS: dict[str, Callable[[Job, Clock], Answer]] = {
     "plan": plan,
     "static-best": static,
-    "static-any": static_any,
+    "static-any": any_packs,
     "static-fixed": fixed,
     "bucket": buckets,
     "megatron_once": megatron_once,

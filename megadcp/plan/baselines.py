@@ -1,4 +1,7 @@
-"""What a plan must beat (docs/plan.md section 5): static-best, static-fixed, bucket; megatron-core's scheduler is in baseline_megatron.py."""
+"""What a plan must beat (docs/plan.md section 5): static-best, static-fixed, bucket; megatron-core's scheduler is in baseline_megatron.py.
+
+static-any, static-best with more sizes of packs, is what pipelined plans must beat, too.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from megadcp.plan.step_plan import Microbatch, Recompute
 
 FIRST_STEPS = 8  # of a run: static-fixed is chosen by them
 SMALLEST_BUCKET = 64  # tokens
+BEST_HALVINGS, ANY_HALVINGS = 2, 6  # of the largest pack: the sizes of static-best, and of static-any
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,24 @@ def static_best(basis: Basis, lengths: Sequence[int], capacity: int, choices: Se
     to the earlier choice, then to longest-first order. Candidates are tried in the order of a bound on their makespan, until the next
     one's is above the best found.
     """
+    return _best_of(basis, lengths, list(_packings(lengths, capacity)), choices, max_cp, inf)
+
+
+def static_any(
+    basis: Basis, lengths: Sequence[int], capacity: int, choices: Sequence[Recompute] = (), max_cp: int = 0, below: float = inf
+) -> Static | None:
+    """static_best with packs of at most c, c/2 ... c/64 tokens, longer documents in packs of their own; None unless it takes < `below` seconds.
+
+    Where c is large beside a lane's tokens, static-best can't make enough microbatches for a pipeline; this can.
+    """
+    return _best_of(basis, lengths, list(_packings(lengths, capacity, ANY_HALVINGS, own_packs=True)), choices, max_cp, below)
+
+
+def _best_of(
+    basis: Basis, lengths: Sequence[int], packings: Sequence[tuple[int, list[list[int]]]], choices: Sequence[Recompute], max_cp: int, below: float
+) -> Static | None:
+    """The best of these packings (capacity, packs) with every (P, recompute value), if it takes less than `below` seconds."""
     cost, memory = CostModel(basis), MemoryModel(basis)
-    packings = list(_packings(lengths, capacity))
     ends = list(accumulate(len(packs) for _, packs in packings))
     packs = [slice(end - len(one), end) for end, (_, one) in zip(ends, packings, strict=True)]
     documents = [pack for _, one in packings for pack in one]
@@ -60,14 +80,14 @@ def static_best(basis: Basis, lengths: Sequence[int], capacity: int, choices: Se
     best: tuple[int, int, int, int, int] | None = None  # nanoseconds, then what decides ties
     least = 0.0
     for bound, (power, packing, choice) in sorted(candidates):
-        if best is not None and round(bound * 1e9) > best[0]:
+        if bound >= below or (best is not None and round(bound * 1e9) > best[0]):
             break
-        limit = inf if best is None else (best[0] + 0.5) * 1e-9 / (1 - 1e-9)
+        limit = below if best is None else (best[0] + 0.5) * 1e-9 / (1 - 1e-9)
         for middle, makespan in enumerate(_scores(layouts[power], packs[packing], choices[choice], limit)):
             score = round(makespan * 1e9) if makespan < inf else -1, power, packing, choice, middle
             if score[0] >= 0 and (best is None or score < best):
                 best, least = score, makespan
-    if best is None:
+    if best is None or least >= below:
         return None
     _, power, packing, choice, middle = best
     groups = layouts[power].deal(packs[packing], choices[choice])[0]
@@ -76,12 +96,15 @@ def static_best(basis: Basis, lengths: Sequence[int], capacity: int, choices: Se
     return Static(least, 1 << power, choices[choice], packings[packing][0], microbatches)
 
 
-def _packings(lengths: Sequence[int], capacity: int) -> Iterator[tuple[int, list[list[int]]]]:
-    """(capacity, packs) for c/4, c/2 and c, leaving out what packs like the one before."""
+def _packings(lengths: Sequence[int], capacity: int, halvings: int = BEST_HALVINGS, own_packs: bool = False) -> Iterator[tuple[int, list[list[int]]]]:
+    """(capacity, packs) for c / 2^halvings ... c/2 and c, leaving out what packs like the one before.
+
+    own_packs: also below the longest document, which then gets its own pack.
+    """
     order = longest_first(lengths)
     packing, before = LongestFirst(order, lengths), None
-    for tokens in (capacity // 4, capacity // 2, capacity):
-        if tokens < lengths[order[0]] and tokens != capacity:
+    for tokens in (capacity >> halving for halving in range(halvings, -1, -1)):
+        if tokens < lengths[order[0]] and tokens != capacity and not own_packs:
             continue
         packs = packing.packs(tokens)
         if packs != before:

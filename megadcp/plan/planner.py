@@ -66,7 +66,7 @@ class Planner:
             if static is not None and _nanoseconds(static.makespan) <= _nanoseconds(makespan):
                 microbatches, makespan = list(static.microbatches), static.makespan
         else:
-            microbatches = self._filled(pipelines.search(self.basis, lengths, limits, static))
+            microbatches = self._filled(pipelines.search(self.basis, lengths, limits, static, self.static_capacity))
             makespan = run(self.cost, microbatches).makespan
         static_seconds = 0.0 if static is None else static.makespan
         if abs(static_seconds - makespan) <= 1e-9 * makespan:

@@ -7,7 +7,7 @@ import pytest
 from megadcp.plan import baseline_megatron, baselines
 from megadcp.plan.baseline_layouts import middle_peaked
 from megadcp.plan.baseline_megatron import balanced_groups, megatron_balanced, scheduler
-from megadcp.plan.baselines import bucket, compare, in_arrival_order, static_best, static_fixed
+from megadcp.plan.baselines import bucket, compare, in_arrival_order, static_any, static_best, static_fixed
 from megadcp.plan.cost import CostModel, Load
 from megadcp.plan.limits import everywhere
 from megadcp.plan.memory import MemoryModel
@@ -122,6 +122,28 @@ def test_static_best_equals_a_literal_reading(layout, hardware, speeds):
         assert ref.score(b, static.microbatches) == static.microbatches
         assert simulate(plan).makespan == pytest.approx(static.makespan, rel=1e-12)
     assert found
+
+
+@pytest.mark.parametrize(("layout", "hardware", "speeds"), LAYOUTS)
+def test_static_any_is_the_best_of_seven_sizes_of_packs(layout, hardware, speeds):
+    b = replace(ref.basis(ref.SMALL, hardware=hardware, **layout), lane_speed=speeds)
+    better = 0
+    for seed in range(15):
+        lengths, capacity = some_lengths(seed), random.Random(seed).choice([4000, 20000, 80000])
+        # A capacity below the longest document is static_best's own when it is the one that is asked for, and all others are below it then.
+        each = [static_best(b, lengths, capacity >> halving) for halving in range(7)]
+        expected = min((one.makespan for one in each if one is not None), default=None)
+        static = static_any(b, lengths, capacity)
+        assert (static is None) == (expected is None)
+        if static is not None:
+            assert static.makespan <= expected + 1e-9
+            assert simulate(replace(ref.plan_of(b, lengths, static.microbatches), microbatches=static.microbatches)).makespan == pytest.approx(
+                static.makespan, rel=1e-12
+            )
+            better += static.makespan < each[0].makespan - 1e-9 if each[0] is not None else 1
+            assert static_any(b, lengths, capacity, below=static.makespan) is None
+            assert static_any(b, lengths, capacity, below=static.makespan * 1.0001).makespan == pytest.approx(static.makespan, abs=1e-9)
+    assert better or b.layout.lanes * b.layout.pp == 1
 
 
 def test_nothing_fits():
