@@ -28,7 +28,7 @@ PARTS: tuple[tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
             ("plan/planner.py", ("planner_for", "Planner", "Planner.__call__")),
             ("plan/basis.py", ("Basis", "basis_from")),
             ("plan/limits.py", ("Limits", "limits_from")),
-            ("plan/baselines.py", ("static_best", "static_fixed", "bucket", "compare")),
+            ("plan/baselines.py", ("static_best", "static_any", "static_fixed", "bucket", "compare")),
             ("plan/baseline_megatron.py", ("megatron_balanced",)),
             ("plan/lower_bound.py", ("lower_bound",)),
             ("plan/bound_1f1b.py", ("lower_bound_1f1b",)),

@@ -13,10 +13,10 @@ COMPARED = [
 BASELINES = [
     ("static-best", "one cp, one recompute level, packs of one size, all tuned by an oracle for every single step. Nobody can run it; "
         "packs of c, c/2 or c/4 tokens, c being the maximum length (docs/plan.md section 5). A plan is never predicted slower."),
-    ("static-any", "static-best with packs of c, c/2 ... down to c/64 tokens, longer documents in packs of their own. A plan is never "
-        "predicted slower where there are pipelines and at most 300 documents; elsewhere that is not guaranteed. Where c is large beside a lane's tokens, static-best can't make enough microbatches for "
-        "a pipeline, and what a plan gains over it is then the size of microbatches and not the lengths of documents; this "
-        "baseline has those sizes."),
+    ("static-any", "static-best with packs of c, c/2 ... down to c/64 tokens, longer documents in packs of their own. Where c is large "
+        "beside a lane's tokens, static-best can't make enough microbatches for a pipeline, and what a plan gains over it is then the "
+        "size of microbatches and not the lengths of documents; this baseline has those sizes. A plan is never predicted slower where "
+        "there are pipelines and at most 300 documents; elsewhere that is not guaranteed."),
     ("static-fixed", "one cp and level for the whole run, the best over its first eight steps that also holds the longest document allowed; "
         "packs in arrival order. What a well-tuned Megatron-style run with packing is."),
     ("bucket", "documents padded to powers of two, microbatches of one size, dealt round robin, the best cp and level for the step "

@@ -1,6 +1,6 @@
 """What a plan must beat (docs/plan.md section 5): static-best, static-fixed, bucket; megatron-core's scheduler is in baseline_megatron.py.
 
-static-any, static-best with more sizes of packs, is what pipelined plans must beat, too.
+static-any, static-best with more sizes of packs, is what pipelined plans of few documents must beat, too.
 """
 
 from __future__ import annotations
