@@ -14,7 +14,9 @@ computed: the quickstart's model trains on this machine's CPU, lengths of the pr
 for each rank; CPU seconds per token of all ranks together everywhere. Predictions are those of the plans, with the hardware profile cpu.
 
 Measured: seconds from the first microbatch's begin to the last one's end on the slowest rank, summed over the steps. Predicted: the same
-plans' makespans. A ratio is planned / other, turn by turn; below 1 planned is faster. Nothing is compared between two runs.
+plans' makespans. A ratio is planned / other, turn by turn; below 1 planned is faster. Nothing is compared between two runs. Where the model
+computes, one more step of each plan, untimed, tells the most bytes that a rank has alive in tensors made during the step; predicted are the
+plans' activations.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_memory import LiveBytes
 from bench_ranks import CPU, load_average, on_ranks, quartiles, ratios, rotated, spread, table
-from bench_regroup_plans import POLICIES, contestants, predicted_seconds, shrunk
+from bench_regroup_plans import POLICIES, contestants, predicted_bytes, predicted_seconds, shrunk
 from bench_regroup_timed import SHRINK, Tempo, TimedLane
 from benchmark import machine
 
@@ -137,8 +140,11 @@ class RandomDocuments:
 
 
 # --------------------------------------------------------------------------------------------------------------------- ranks
-def timed_rank(rank: int, job: Job) -> list[tuple[float, float, float]]:
-    """(seconds, seconds without sleeping, 0) of each entry of the schedule, summed over the steps."""
+Entries = list[tuple[float, float, float]]
+
+
+def timed_rank(rank: int, job: Job) -> tuple[Entries, dict[str, int]]:
+    """(seconds, seconds without sleeping, 0) of each entry of the schedule, summed over the steps; no bytes."""
     found = []
     some = next(iter(job.plans.values()))[0].layout
     with GroupPool(Mesh(some.lanes, some.tp, some.pp), rank, CPU) as pool:
@@ -151,12 +157,15 @@ def timed_rank(rank: int, job: Job) -> list[tuple[float, float, float]]:
                     agree(plan, 0, None, pool)
                     own.append(lane.run())
             found.append((_slowest(seconds[tempo.dilation], pool), _slowest(seconds[0.0], pool), 0.0))
-    return found
+    return found, {}
 
 
-def computed_rank(rank: int, job: Job) -> list[tuple[float, float, float]]:
-    """(seconds from first to last microbatch, of whole steps, CPU seconds of this rank) of each entry of the schedule, summed over the steps."""
-    found = []
+def computed_rank(rank: int, job: Job) -> tuple[Entries, dict[str, int]]:
+    """(seconds from first to last microbatch, of whole steps, CPU seconds of this rank) of each entry of the schedule, summed over the steps.
+
+    And for each contestant the most bytes alive on this rank in a step.
+    """
+    found, memory = [], {}
     some = next(iter(job.plans.values()))
     layout = some[0].layout
     source = RandomDocuments({plan.step: plan.lengths for plan in some}, job.config.model.vocab)
@@ -176,7 +185,12 @@ def computed_rank(rank: int, job: Job) -> list[tuple[float, float, float]]:
                 if not result.updated:
                     raise RuntimeError(f"{name}, step {plan.step}: {result.problem}")
             found.append((_slowest(seconds, pool), _slowest(whole, pool), cpu))
-    return found
+        for name, plans in job.plans.items():
+            for plan, own in zip(plans, packs[name], strict=True):
+                with LiveBytes() as live:
+                    run_step(engine, plan, own, LR)
+                memory[name] = max(memory.get(name, 0), live.peak)
+    return found, memory
 
 
 def _slowest(seconds: Sequence[float], pool: GroupPool) -> float:
@@ -200,7 +214,7 @@ def measure(setup: Setup, options: argparse.Namespace) -> list[Line]:
     ranks = on_ranks(setup.ranks, timed_rank if timed else computed_rank, job, limit_s=options.limit)
     tokens = sum(sum(lengths) for lengths in steps[: options.steps])
     lines = []
-    for (turn, name), *each in zip(job.schedule(), *ranks, strict=True):
+    for (turn, name), *each in zip(job.schedule(), *(entries for entries, _ in ranks), strict=True):
         if turn < 0:
             continue
         line = {**dataclasses.asdict(setup), "policy": name, "turn": turn, "steps": options.steps, "step_tokens": tokens, "seed": options.seed}
@@ -209,6 +223,7 @@ def measure(setup: Setup, options: argparse.Namespace) -> list[Line]:
             line |= {"dilation": dilation, "noise": options.noise, "without_sleep": each[0][1]}
         else:
             line |= {"whole_seconds": each[0][1], "cpu_seconds": sum(one[2] for one in each)}
+            line |= {"memory": max(bytes_[name] for _, bytes_ in ranks), "memory_predicted": predicted_bytes(config, plans[name])}
         lines.append(line)
     return lines
 
@@ -228,7 +243,7 @@ def rows_of(lines: Sequence[Line], setup: Setup) -> list[list[str]]:
     on_wall = setup.kind == TIMED or (os.cpu_count() or 1) >= setup.ranks
     for name, turns in by.items():
         if not turns:
-            rows.append([setup.label, name, "fits nowhere", *["-"] * 5])
+            rows.append([setup.label, name, "fits nowhere", *["-"] * (5 if setup.kind == TIMED else 6)])
             continue
         row = [setup.label, name, turns[0]["groups"]]
         seconds = [line["seconds"] for line in turns]
@@ -239,6 +254,7 @@ def rows_of(lines: Sequence[Line], setup: Setup) -> list[list[str]]:
         row.append("-" if name == "planned" else f"{planned[0]['predicted'] / turns[0]['predicted']:.3f}")
         if setup.kind == COMPUTED:
             row.append(spread([1e6 * line["cpu_seconds"] / line["step_tokens"] for line in turns], 0))
+            row.append(f"{turns[0]['memory'] / 1e6:.1f} ({turns[0]['memory_predicted'] / 1e6:.1f})")
         else:
             row.append(spread([1e3 * line["without_sleep"] / line["steps"] for line in turns], 0))
         rows.append(row)
@@ -254,7 +270,7 @@ def report(lines: Sequence[Line], setups: Sequence[Setup], notes: Sequence[str])
     for kind in (TIMED, COMPUTED):
         chosen = [setup for setup in setups if setup.kind == kind]
         if chosen:
-            head = [*HEAD, "ms without sleeping" if kind == TIMED else "CPU us a token, all ranks"]
+            head = [*HEAD, *(["ms without sleeping"] if kind == TIMED else ["CPU us a token, all ranks", "MB of a rank (predicted)"])]
             text += f"\n## {kind.capitalize()}\n\n" + table(head, [row for setup in chosen for row in rows_of(lines, setup)])
     return text
 

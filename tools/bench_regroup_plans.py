@@ -139,3 +139,9 @@ def contestants(config: Config, steps: Sequence[Sequence[int]], count: int) -> d
 def predicted_seconds(plans: Sequence[StepPlan]) -> float:
     """Sum of the predicted makespans."""
     return math.fsum(plan.predicted.seconds for plan in plans)
+
+
+def predicted_bytes(config: Config, plans: Sequence[StepPlan]) -> float:
+    """The most activations of a rank in any of the steps, in any stage, by the memory model."""
+    memory = MemoryModel(planner_for(config).basis)
+    return max(max(memory.peaks(plan.microbatches)) for plan in plans)

@@ -93,6 +93,27 @@ def ratios(lines: Sequence[Line]) -> list[Ratio]:
     return found
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The most bytes that a rank had alive in a step's own tensors, and the model's activations: of one contestant."""
+
+    preset: str
+    ranks: int
+    policy: str
+    measured: int
+    predicted: float
+
+
+def memory(lines: Sequence[Line]) -> list[Memory]:
+    """One for every setup that computes and every contestant."""
+    found = {}
+    for line in lines:
+        if "memory" in line:
+            one = Memory(line["preset"], line["lanes"] * line["pp"], line["policy"], line["memory"], line["memory_predicted"])
+            found[one.preset, one.ranks, one.policy] = one
+    return sorted(found.values(), key=lambda one: (one.preset, one.ranks, ("planned", *OTHERS).index(one.policy)))
+
+
 def losses(path: Path) -> dict[str, Any]:
     """The kept loss curves: {"steps", "torch", "machine", "runs": {name: {"losses", "held_out"}}}; {} where there are none."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -210,13 +210,22 @@ def _local(folder: Path) -> Iterator[str | Table | Picture]:
         ]
         yield Table(head, rows)
         yield texts.REGROUP_ERROR
-    yield texts.REGROUP_MEMORY
+    memory = measured.memory(lines)
+    yield texts.REGROUP_MEMORY if memory else texts.NO_MEMORY
+    if memory:
+        head = ["setup", "contestant", "measured, MB", "model, MB", "measured / model"]
+        yield Table(head, [_memory_row(one) for one in memory])
     yield "### Loss: planned against static"
     found = measured.losses(folder / "evidence" / "losses.json")
     if not found:
         yield f"No curves are kept; `{COMMAND} losses` makes them. {texts.KNOWN_LOSSES}"
         return
     yield from _losses(found)
+
+
+def _memory_row(one: measured.Memory) -> list[str]:
+    ratio = f"{one.measured / one.predicted:.2f}"
+    return [f"{one.preset}, {one.ranks} ranks", one.policy, f"{one.measured / 1e6:.1f}", f"{one.predicted / 1e6:.1f}", ratio]
 
 
 def _losses(found: Line) -> Iterator[str | Table | Picture]:

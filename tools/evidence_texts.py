@@ -83,8 +83,11 @@ REGROUP_ERROR = (
     "not calibrated where they compute."
 )
 REGROUP_MEMORY = (
-    "Memory measured on ranks: none is kept; a CPU process has no figure that is like a device's peak. The memory figures of (a) are the model's."
+    "Memory on the ranks that compute: the most bytes alive at once in tensors that a step made, on the fullest rank, over "
+    "the steps; beside it the activations that the memory model (docs/plan.md section 3, in fp32) gives the same plans. It "
+    "describes a GPU's fused kernels, which these are not."
 )
+NO_MEMORY = "Memory measured on ranks: none is kept. The memory figures of (a) are the model's."
 NO_HELP = (
     "Where all documents are alike there is nothing to balance, and where one document alone decides how long a step is, no "
     "arrangement of the others helps. static-best is tuned for every step by an oracle: what a real run without plans gives up "

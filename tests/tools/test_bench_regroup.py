@@ -15,7 +15,7 @@ from megadcp.plan.step_plan import Recompute
 from megadcp.plan.verify import PlanError, verify
 
 TOOLS = Path(__file__).parents[2] / "tools"
-MODULES = ("bench_ranks", "bench_regroup_plans", "bench_regroup_timed", "bench_regroup", "bench_parallel", "benchmark")
+MODULES = ("bench_memory", "bench_ranks", "bench_regroup_plans", "bench_regroup_timed", "bench_regroup", "bench_parallel", "benchmark")
 
 
 @pytest.fixture
@@ -30,6 +30,29 @@ def bench(monkeypatch):
 
 def options_of(bench, *words):
     return bench("bench_regroup")._arguments(list(words))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- memory
+def test_live_bytes_are_those_of_new_storages_while_they_live(bench):
+    weight = torch.ones(100, 50, requires_grad=True)
+    with bench("bench_memory").LiveBytes() as live:
+        rows = torch.zeros(10, 100)
+        seen = [live.now]
+        view, product = rows.view(100, 10), rows @ weight
+        hidden = torch.nn.functional.gelu(product)
+        seen.append(live.now)
+        del view, product  # rows and product are kept for backward
+        total = hidden.sum()
+        seen.append(live.now)
+        del hidden  # nothing keeps it
+        seen.append(live.now)
+        total.backward()
+        del total
+        seen.append(live.now)  # rows and the weight's gradient
+        rows.add_(1.0)  # in place: no new storage
+        seen.append(live.now)
+    assert seen == [4000, 8000, 8004, 6004, 24000, 24000]
+    assert live.peak >= 24000 + 2000
 
 
 # ----------------------------------------------------------------------------------------------------------------------- plans
@@ -121,7 +144,7 @@ def ring_job(bench, dilation, kinds, pp=1):
 def test_timed_steps_take_their_predicted_seconds(bench, pp):
     regroup, job, made = ring_job(bench, 0.05, ("ring", "all_gather", "ulysses"), pp)
     found = bench("bench_ranks").on_ranks(2 * pp, regroup.timed_rank, job, limit_s=120)
-    for ranks in zip(job.schedule(), *found, strict=True):
+    for ranks in zip(job.schedule(), *(entries for entries, _ in found), strict=True):
         (_, name), first = ranks[0], ranks[1]
         assert len(set(ranks[1:])) == 1  # the slowest rank's, known to all
         assert first[0] >= 0.05 * made[name][0].predicted.seconds * 0.999  # nothing is slept too little; how much longer, the machine decides
@@ -160,6 +183,7 @@ def test_regroup_writes_lines_and_a_report(bench, tmp_path, capsys, monkeypatch)
         if line["kind"] == "computed":
             assert line["whole_seconds"] >= line["seconds"]
             assert line["cpu_seconds"] > 0
+            assert 0.3 < line["memory"] / line["memory_predicted"] < 2
         else:
             assert line["seconds"] >= 0.9 * line["predicted"]
     text = (tmp_path / "quick.md").read_text()

@@ -308,7 +308,7 @@ def test_the_chart_is_drawn_from_8b_on_32_gpus(tool: Any, tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------------------------- measured
 def regroup(policy: str, turn: int, seconds: float, kind: str = "timed, not computed") -> dict[str, Any]:
     line = {"kind": kind, "preset": "web", "lanes": 4, "pp": 1, "policy": policy, "turn": turn, "steps": 3, "seconds": seconds, "predicted": 2.0}
-    return line if kind.startswith("timed") else {**line, "cpu_seconds": 2 * seconds}
+    return line if kind.startswith("timed") else {**line, "cpu_seconds": 2 * seconds, "memory": 30_000_000, "memory_predicted": 4e7}
 
 
 def test_ratios_of_turns_and_their_interval(tool: Any) -> None:
@@ -334,6 +334,7 @@ def test_kept_measurements_are_read(tool: Any, tmp_path: Path) -> None:
     tool("report").write(tool("report").Evidence([], [], [], tmp_path), tmp_path / "EVIDENCE.md", tmp_path / "evidence" / "evidence.html")
     text = (tmp_path / "EVIDENCE.md").read_text(encoding="utf-8")
     assert "| computed | web, 4 ranks | static-best | wall clock | **0.800** |" in text
+    assert "| web, 4 ranks | planned | 30.0 | 40.0 | 0.75 |" in text
     assert "at no step more than 1.0e-10 apart" in text
     assert "**No data**" in text, "a CPU's report is no GPU's"
     assert (tmp_path / "evidence" / "evidence.html").read_text(encoding="utf-8").count("<svg") == 1
