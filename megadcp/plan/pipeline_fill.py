@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,8 @@ class Filling:
         self.cells: list[Cell] = []
         # Of each group size, ascending, rooms and whose they are in one integer: cells that are there, and slots with lanes for a group.
         self.open: dict[int, list[int]] = {cp: [] for cp in self.groups}
+        # Cells whose tokens leave no place for the document at hand: heaps of (tokens left, negative, and whose). Documents become shorter.
+        self.waiting: dict[int, list[tuple[int, int]]] = {cp: [] for cp in self.groups}
         slots = sorted([(room << BITS) + slot for slot, room in enumerate(rooms) if room >= 0])
         self.free = {cp: list(slots) for cp in self.groups}
         self.homeless: list[int] = []
@@ -113,12 +116,12 @@ class Filling:
     # ------------------------------------------------------------------------------------------------------ one by one
     def place_coarse(self, patience: int = 0) -> bool:
         """The longest documents, each on the least group that has room for it; False when more than `patience` of them found none."""
-        groups = [(cp, self.sizes[cp], self.sizes[cp].seconds, self.open[cp], self.free[cp]) for cp in self.groups]
+        groups = [(cp, self.sizes[cp], self.sizes[cp].seconds, self.open[cp], self.free[cp], self.waiting[cp]) for cp in self.groups]
         for document in range(self.coarse):
             if self.placed[document]:
                 continue
-            for cp, size, seconds, open_, free in groups:
-                if self._place(document, cp, size, seconds[document], open_, free):
+            for cp, size, seconds, open_, free, waiting in groups:
+                if self._place(document, cp, size, seconds[document], open_, free, waiting):
                     break
             else:
                 self.homeless.append(document)
@@ -126,16 +129,25 @@ class Filling:
                     return False
         return True
 
-    def _place(self, document: int, cp: int, size: Sizes, need: int, open_: list[int], free: list[int]) -> bool:
+    def _place(self, document: int, cp: int, size: Sizes, need: int, open_: list[int], free: list[int], waiting: list[tuple[int, int]]) -> bool:
         """Best fit: the smallest room that holds it, of microbatches that are there or of free lanes."""
         tokens = size.padded[document]
         if tokens > size.alone:
             return False
         key = need << BITS
         cells, cap = self.cells, size.cap
-        at, there = bisect_left(open_, key), len(open_)
-        while at < there and cells[open_[at] & MASK].tokens + tokens > cap and cells[open_[at] & MASK].documents:
+        while waiting and -waiting[0][0] >= tokens:
+            number = heappop(waiting)[1]
+            insort(open_, (cells[number].room << BITS) + number)
+        at = first = bisect_left(open_, key)
+        while at < len(open_) and cells[open_[at] & MASK].tokens + tokens > cap and cells[open_[at] & MASK].documents:
+            number = open_[at] & MASK
+            heappush(waiting, (cells[number].tokens - cap, number))
             at += 1
+        if at > first:
+            del open_[first:at]
+            at = first
+        there = len(open_)
         below = open_[at] >> BITS if at < there else NEVER
         place = bisect_left(free, key)
         while place < len(free):
@@ -182,8 +194,8 @@ class Filling:
     def place_rest(self) -> list[Cell]:
         """Documents that found no room where they fill it least too much, then the short ones: cells are evened out from below."""
         self._open_the_rest()
-        for document in self.homeless:
-            self._overfill(document)
+        if self.homeless:
+            self._overfill(self.homeless)
         if self.coarse < self.count:
             self._pour()
         return [cell for cell in self.cells if cell.documents]
@@ -213,22 +225,27 @@ class Filling:
                     self.cells.append(Cell(slot, lane, cp, self._room(slot, lane, cp)))
                     lane += cp
 
-    def _overfill(self, document: int) -> None:
-        best: Cell | None = None
-        most = 0
-        for cell in self.cells:
-            size = self.sizes[cell.cp]
-            tokens = cell.tokens + size.padded[document]
-            if tokens > (size.cap if cell.documents else size.alone):
-                continue
-            left = cell.room - size.seconds[document]
-            if best is None or left > most:
-                best, most = cell, left
-        if best is None:
-            raise NoRoom
-        best.documents.append(document)
-        best.tokens += self.sizes[best.cp].padded[document]
-        best.room = most
+    def _overfill(self, documents: Sequence[int]) -> None:
+        """Each document in turn into the cell in which most room is left afterwards, the first of several."""
+        sizes = list(self.sizes.values())
+        number = {size.cp: place for place, size in enumerate(sizes)}
+        kind = np.array([number[cell.cp] for cell in self.cells])
+        room = np.array([cell.room for cell in self.cells], dtype=np.int64)
+        free = np.array(
+            [self.sizes[cell.cp].cap - cell.tokens if cell.documents else self.sizes[cell.cp].alone for cell in self.cells], dtype=np.int64
+        )
+        seconds = np.array([[size.seconds[document] for document in documents] for size in sizes], dtype=np.int64)
+        tokens = np.array([[size.padded[document] for document in documents] for size in sizes], dtype=np.int64)
+        for place, document in enumerate(documents):
+            left = np.where(tokens[kind, place] <= free, room - seconds[kind, place], -NEVER)
+            best = int(left.argmax())
+            if left[best] == -NEVER:
+                raise NoRoom
+            cell = self.cells[best]
+            cell.documents.append(document)
+            cell.tokens += int(tokens[kind[best], place])
+            cell.room = room[best] = int(left[best])
+            free[best] = self.sizes[cell.cp].cap - cell.tokens
 
     def _pour(self) -> None:
         """Short documents in one go: every cell is filled up to a common level below its room, as near as whole documents allow."""
