@@ -16,7 +16,7 @@ from megadcp.plan.memory import MOST_TOKENS, MemoryModel
 from megadcp.plan.packing import pad
 from megadcp.plan.pipeline_attempts import Workshop
 from megadcp.plan.pipeline_costs import Cells, PipelineCosts
-from megadcp.plan.pipeline_fill import THOUSAND, Block, Filling, Pace
+from megadcp.plan.pipeline_fill import THOUSAND, Block, Filling, NoRoom, Pace, Sizes
 from megadcp.plan.pipeline_memory import InFlight, choose_recompute
 from megadcp.plan.pipeline_profile import Lane, Tall, growth, target
 from megadcp.plan.pipeline_reshape import Slots, one_lane, reshape
@@ -153,6 +153,55 @@ def test_every_document_has_one_place_and_rooms_hold(speeds, base):
         held = sum(shop.sizes[cell.cp].seconds[document] for document in cell.documents)
         room = rooms[cell.slot] if min(speeds) == max(speeds) else pace.content(rooms[cell.slot], cell.lane, cell.cp)
         assert cell.room == room - held
+
+
+def literal_filling(rooms, lanes, seconds, tokens, cap):
+    """Best fit on single lanes as the docstrings say, looking at every cell for every document: [(slot, lane, documents)]; None without room."""
+    cells, free = [], {slot: lanes for slot in range(len(rooms))}
+    homeless = []
+    for document, (need, own) in enumerate(zip(seconds, tokens, strict=True)):
+        found = [(cell["room"], 0, at) for at, cell in enumerate(cells) if cell["room"] >= need and cell["tokens"] + own <= cap]
+        found += [(rooms[slot], 1, slot) for slot, count in free.items() if count and rooms[slot] >= need]
+        if not found:
+            homeless.append(document)
+            continue
+        _, new, at = min(found)
+        if new:
+            free[at] -= 1
+            cells.append({"slot": at, "lane": free[at], "room": rooms[at], "tokens": 0, "documents": []})
+            at = len(cells) - 1
+        cells[at]["documents"].append(document)
+        cells[at]["room"] -= need
+        cells[at]["tokens"] += own
+    for slot, count in free.items():
+        cells += [{"slot": slot, "lane": lane, "room": rooms[slot], "tokens": 0, "documents": []} for lane in range(count)]
+    for document in homeless:
+        may = [cell for cell in cells if not cell["documents"] or cell["tokens"] + tokens[document] <= cap]
+        if not may:
+            return None
+        best = max(may, key=lambda cell: cell["room"] - seconds[document])
+        best["documents"].append(document)
+        best["room"] -= seconds[document]
+        best["tokens"] += tokens[document]
+    return [(cell["slot"], cell["lane"], cell["documents"]) for cell in cells if cell["documents"]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_filling_is_best_fit_where_tokens_bind_and_where_they_do_not(seed):
+    rng = np.random.default_rng(seed)
+    tokens = np.sort(np.exp(rng.uniform(3, 9, 150)).astype(np.int64))[::-1].copy()
+    nanoseconds = tokens * 100 + tokens**2 // 50
+    lanes, slots = 4, 8
+    rooms = (rng.uniform(0.7, 1.4, slots) * nanoseconds.sum() / (lanes * slots)).astype(np.int64).tolist()
+    cap = int(tokens.sum() / (lanes * slots) * rng.choice([1.3, 2.0, 50.0])) + int(tokens[-1])
+    sizes = Sizes(1, nanoseconds.tolist(), tokens.tolist(), cap, nanoseconds, tokens, int(tokens[0]))
+    filling = Filling(rooms, 1, {1: sizes}, Pace((THOUSAND,) * lanes, 0), len(tokens))
+    assert filling.place_coarse(len(tokens))
+    try:
+        cells = [(cell.slot, cell.lane, cell.documents) for cell in filling.place_rest()]
+    except NoRoom:
+        cells = None
+    assert cells == literal_filling(rooms, lanes, nanoseconds.tolist(), tokens.tolist(), cap)
 
 
 def test_blocks_stay_where_they_are():
