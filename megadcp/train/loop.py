@@ -113,7 +113,7 @@ def _steps(run: Run, stop: StopRequest) -> int | Rollback:
     if state.progress.step >= config.run.steps:
         return FINISHED
     if agreed(run, bool(stop)):  # it came while the run was opened
-        run.console.say(f"stopped by {stop.name or 'a signal to another rank'} before step {state.progress.step + 1:,}; the same command goes on")
+        run.stopped(stop.name, f"before step {state.progress.step + 1:,}; the same command goes on")
         return STOPPED
     run.folder.result.unlink(missing_ok=True)  # it told of fewer steps
     log = StepLog(config, partial(flops, config.model), None if state.device.type == "cpu" else config.hardware.peak_flops)
@@ -165,7 +165,7 @@ def _end_of_step(run: Run, stop: StopRequest) -> bool:
             save(run)
     if stopping:
         run.saver.finish()
-        run.console.say(f"stopped by {stop.name or 'a signal to another rank'} after step {step:,}, saved; the same command goes on from here")
+        run.stopped(stop.name, f"after step {step:,}, saved; the same command goes on from here")
     return stopping
 
 

@@ -76,6 +76,12 @@ class Run:
         """Whether this is the rank that speaks and writes."""
         return self.world is None or self.world.rank == 0
 
+    def stopped(self, signal: str, where: str) -> None:
+        """Say and keep that the run leaves in order."""
+        text = f"stopped by {signal or 'a signal to another rank'} {where}"
+        self.console.say(text)
+        self.incident("stopped", text)
+
     def incident(self, kind: str, text: str, **more: object) -> None:
         """Keep what happened, once."""
         if self.leads:
@@ -268,7 +274,10 @@ def _place(run: Run, found: checkpoint.Checkpoint | None, back: Rollback | None)
         return
     state.load(found)
     run.saved_step = found.step
-    console.say(f"going on after step {found.step:,} of {config.run.steps:,}, from {found.path}")
+    told = f"going on after step {found.step:,} of {config.run.steps:,}, from {found.path}"
+    console.say(told)
+    if back is None:
+        run.incident("resumed", told)
     state.progress.place = say_changes(found.meta, config, state.order, state.progress.place, console.say, run.incident)
     if back is not None:
         _go_on_differently(run, back)

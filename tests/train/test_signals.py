@@ -10,6 +10,7 @@ import pytest
 from train_helpers import config, write_corpus
 
 from megadcp.train import checkpoint, loop, session
+from megadcp.train.incidents import read_incidents
 from megadcp.train.loop import FINISHED, STOPPED, train
 from megadcp.train.metrics import read_metrics
 from megadcp.train.run_folder import RunFolder
@@ -168,6 +169,7 @@ def test_a_run_stops_at_the_next_border_and_goes_on_unbroken(prefix, losses, tmp
         assert newest.step == expected
     assert train(short(prefix), tmp_path / "run") == FINISHED
     assert of(tmp_path / "run") == losses
+    assert [(one["kind"], one["step"]) for one in read_incidents(tmp_path / "run")] == [("stopped", newest.step), ("resumed", newest.step)]
 
 
 def test_a_signal_while_the_run_is_opened_leaves_at_once(prefix, losses, tmp_path, monkeypatch, capfd):
