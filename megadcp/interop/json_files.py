@@ -10,16 +10,16 @@ from typing import Any
 from megadcp.config.check import UserError
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; UserError for anything else."""
+def read_json(path: Path, wrong: type[UserError] = UserError) -> dict[str, Any]:
+    """A JSON object; an error of the class `wrong` for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
+        raise wrong(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} can't be read as JSON: {error}") from None
+        raise wrong(f"{path} can't be read as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise wrong(f"{path} holds no JSON object")
     return value
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megadcp.interop.json_files import read_json
 from megadcp.mesh.groups import Group
 from megadcp.parallel.boxes import Box
 from megadcp.train.checkpoint_format import (
@@ -27,7 +28,6 @@ from megadcp.train.checkpoint_format import (
     folder_name,
     index_from_json,
     index_of_format_1,
-    read_json,
 )
 from megadcp.train.checkpoint_place import Say, began, point_to, reason_of, remove_leftovers, remove_old, require_room, saved, set_aside, step_of
 from megadcp.train.checkpoint_read import read_boxes, require_match, whole_boxes
@@ -113,10 +113,10 @@ def _open(path: Path, group: Group, verify: bool) -> Checkpoint:
     for number, (name, (size, sha256)) in enumerate(sorted(files.items())):
         if name in (META, TENSORS) or (verify and number % group.size == group.index):
             check_file(path / name, size, sha256)
-    meta = read_json(path / META)
+    meta = read_json(path / META, CheckpointError)
     if meta.get("step") != step:
         raise CheckpointError(f"{path / META} says step {meta.get('step')}, its manifest says step {step}")
-    index = index_from_json(read_json(path / TENSORS), path / TENSORS) if form == FORMAT else index_of_format_1(path)
+    index = index_from_json(read_json(path / TENSORS, CheckpointError), path / TENSORS) if form == FORMAT else index_of_format_1(path)
     unlisted = sorted({box.file for entry in index.values() for box in entry.boxes} - set(files))
     if unlisted:
         raise CheckpointError(f"{path / TENSORS} names {unlisted[0]}, which the manifest does not list")

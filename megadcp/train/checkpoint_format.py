@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megadcp.config.check import UserError
+from megadcp.interop.json_files import read_json
 from megadcp.parallel.boxes import Shape
 
 FORMAT, OLD_FORMAT = 2, 1
@@ -212,23 +213,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return value
-
-
 # ------------------------------------------------------------------------------------------------------------- manifest
 def files_of(folder: Path) -> tuple[int, dict[str, tuple[Any, Any]], int]:
     """What the manifest says: format, file -> (bytes, sha256), step."""
-    manifest = read_json(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST, CheckpointError)
     files, form, step = manifest.get("files"), manifest.get("format"), manifest.get("step")
     if form not in (FORMAT, OLD_FORMAT) or not isinstance(files, dict):
         raise CheckpointError(f"{folder / MANIFEST}: format {form}; this version reads formats {OLD_FORMAT} and {FORMAT}")
