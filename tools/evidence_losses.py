@@ -28,6 +28,7 @@ from megadcp.data.prepare import prepare
 from megadcp.engine.step import Engine, run_step
 from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import GroupPool
+from megadcp.parallel.buckets import BUCKET_ELEMENTS
 from megadcp.parallel.gradients import GradientBuffers
 from megadcp.plan.planner import planner_for
 from megadcp.plan.step_plan import StepPlan
@@ -88,36 +89,42 @@ def record(path: Path, steps: int = STEPS, trainings: tuple[Training, ...] = TRA
 
 
 def _on_rank(rank: int, config: Config, training: Training) -> tuple[list[float], float]:
-    if training.ranks == 1:
-        return _train(config, training, None)
-    with GroupPool(Mesh(training.ranks, 1, 1), rank, CPU, timeout_s=int(LIMIT_S), overlap=True) as pool:
-        return _train(config, training, pool)
-
-
-def _train(config: Config, training: Training, pool: GroupPool | None) -> tuple[list[float], float]:
-    """(mean loss of every step, held-out loss at the end)."""
     dtype = FORMATS[training.format]
+    if training.ranks == 1:
+        return trained(config, dtype, None, training.shuffle)[:2]
+    with GroupPool(Mesh(training.ranks, 1, 1), rank, CPU, timeout_s=int(LIMIT_S), overlap=True) as pool:
+        return trained(config, dtype, pool, training.shuffle)[:2]
+
+
+def trained(
+    config: Config, dtype: torch.dtype, pool: GroupPool | None, shuffle: int = 0, bucket: int = BUCKET_ELEMENTS
+) -> tuple[list[float], float, list[StepPlan]]:
+    """All steps of a run in this process: (mean loss of every step, held-out loss at the end, the plans).
+
+    shuffle: documents and packs of every step in another order; bucket: elements of a gradient bucket.
+    """
     model = build_model(config, CPU, dtype, pool)
-    gradients = GradientBuffers(model.named_parameters(), pool, config.model.tied)
+    gradients = GradientBuffers(model.named_parameters(), pool, config.model.tied, bucket=bucket)
     optimizer = Optimizer(model, gradients, TorchBackend(dtype, CPU), config.optim, {})
     engine = Engine(model, gradients, optimizer, CPU, config.optim.clip_norm, pool)
     source, planner = open_training(config.data, config.run.steps, say=lambda line: None), planner_for(config)
-    losses = []
+    losses, plans = [], []
     for index in range(config.run.steps):
         documents = source.step(index)
         plan = planner(index, documents.lengths.tolist())
-        if training.shuffle:
-            plan = _in_other_order(plan, training.shuffle)
+        if shuffle:
+            plan = _in_other_order(plan, shuffle)
         packs = lane_packs(source, documents, plan, engine.coords.lane)
         result = run_step(engine, plan, packs, learning_rate(config.optim, index + 1, 0, config.run.steps, 0))
         if not result.updated:
-            raise RuntimeError(f"{training.name}, step {index}: {result.problem}")
+            raise RuntimeError(f"step {index} was not applied: {result.problem}")
         losses.append(result.loss)
+        plans.append(plan)
     optimizer.wait()
     held_out, plan_for = open_validation(config.data, say=lambda line: None)[0], planner_for(config)
     loss = evaluate(engine, held_out, lambda found: plan_for(found.step, found.lengths.tolist()), HELD_OUT).loss
     gradients.close()
-    return losses, loss
+    return losses, loss, plans
 
 
 def _in_other_order(plan: StepPlan, seed: int) -> StepPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 import torch._dynamo  # imported at the first recompute: here once, instead of in every rank
 from ranks import run_ranks
 
-from megadcp.backends.torch_backend import TorchBackend
 from megadcp.config.load import compose
 from megadcp.config.schema import (
     ClusterConfig,
@@ -29,21 +29,15 @@ from megadcp.config.schema import (
     SourceConfig,
     TokenizerConfig,
 )
-from megadcp.data.batch import lane_packs
 from megadcp.data.indexed import IndexedWriter
-from megadcp.data.order import open_training, open_validation
 from megadcp.data.prepare import prepare
 from megadcp.data.tokenizer import open_tokenizer
-from megadcp.engine.step import Engine, run_step
 from megadcp.mesh.coords import Mesh
 from megadcp.mesh.groups import GroupPool
-from megadcp.parallel.gradients import GradientBuffers
-from megadcp.plan.planner import planner_for
-from megadcp.plan.step_plan import StepPlan
-from megadcp.train.evaluate import evaluate
-from megadcp.train.optim import Optimizer
-from megadcp.train.schedule import learning_rate
 from megadcp.train.state import build_model
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+from evidence_losses import trained  # noqa: E402
 
 CPU = torch.device("cpu")
 WORDS = ("def ", "return ", "the ", "plan ", "of ", "a ", "step ", "x + 1\n", "if ", "else:\n")
@@ -103,46 +97,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prefix
 
 
-def rearranged(plan: StepPlan, shuffle: int) -> StepPlan:
-    """The plan with its documents in another order: inside each pack, and the packs over the places of their size."""
-    rng = np.random.default_rng([shuffle, plan.step])
-    packs = []
-    for one in plan.microbatches:
-        order = rng.permutation(len(one.documents))
-        packs.append(replace(one, documents=tuple(one.documents[i] for i in order), padded=tuple(one.padded[i] for i in order)))
-    for cp in {one.cp for one in packs}:
-        places = [index for index, one in enumerate(packs) if one.cp == cp]
-        moved = [packs[index] for index in rng.permutation(places)]
-        for index, one in zip(places, moved, strict=True):
-            packs[index] = replace(one, slot=plan.microbatches[index].slot, lane=plan.microbatches[index].lane)
-    return replace(plan, microbatches=tuple(packs))
-
-
 def train(training: Training, pool: GroupPool | None) -> tuple[list[float], float, list[str]]:
-    """(mean loss of every step, validation loss at the end, hashable texts of how the first steps were arranged)."""
-    config = training.config
-    model = build_model(config, CPU, training.dtype, pool)
-    gradients = GradientBuffers(model.named_parameters(), pool, config.model.tied, bucket=4000)
-    optimizer = Optimizer(model, gradients, TorchBackend(training.dtype, CPU), config.optim, {})
-    engine = Engine(model, gradients, optimizer, CPU, config.optim.clip_norm, pool)
-    source, planner = open_training(config.data, config.run.steps, say=lambda line: None), planner_for(config)
-    losses, arranged = [], []
-    for index in range(config.run.steps):
-        documents = source.step(index)
-        plan = planner(index, documents.lengths.tolist())
-        if training.shuffle:
-            plan = rearranged(plan, training.shuffle)
-        packs = lane_packs(source, documents, plan, engine.coords.lane)
-        result = run_step(engine, plan, packs, learning_rate(config.optim, index + 1, 0, config.run.steps, 0))
-        assert result.updated
-        losses.append(result.loss)
-        arranged.append(str([(one.slot, one.lane, one.cp, one.documents, one.recompute, one.cp_comm) for one in plan.microbatches]))
-    optimizer.wait()
-    held_out = open_validation(config.data, say=lambda line: None)[0]
-    plan_for = planner_for(config)
-    validation = evaluate(engine, held_out, lambda documents: plan_for(documents.step, documents.lengths.tolist()), 4096)
-    gradients.close()
-    return losses, validation.loss, arranged
+    """(mean loss of every step, validation loss at the end, hashable texts of how the steps were arranged)."""
+    losses, held_out, plans = trained(training.config, training.dtype, pool, training.shuffle, bucket=4000)
+    arranged = [str([(one.slot, one.lane, one.cp, one.documents, one.recompute, one.cp_comm) for one in plan.microbatches]) for plan in plans]
+    return losses, held_out, arranged
 
 
 def on_rank(rank: int, world: int, trainings: Sequence[Training]) -> list[tuple[list[float], float, list[str]]]:
