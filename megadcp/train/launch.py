@@ -74,7 +74,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Place:
         world = _number(environment, "SLURM_STEP_NUM_TASKS", None if "SLURM_NTASKS" not in environment else _number(environment, "SLURM_NTASKS"))
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST") or "127.0.0.1"
         job, step = _number(environment, "SLURM_JOB_ID", 0), _number(environment, "SLURM_STEP_ID", 0)
-        port = _number(environment, "MASTER_PORT", 20000 + (job * 8 + step) % 10000)  # below the range that the system hands out
+        port = _number(environment, "MASTER_PORT", 10000 + (job * 8 + step) % 10000)  # below the ports of submitted jobs
         host = environment.get("MASTER_ADDR") or first_host(nodes)
         return Place(_number(environment, "SLURM_PROCID"), world, _number(environment, "SLURM_LOCALID"), host, port, "srun")
     return Place()

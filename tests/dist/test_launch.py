@@ -38,8 +38,8 @@ def test_places():
     assert place(TORCHRUN) == Place(5, 8, 1, "node1", 1234, "torchrun")
     assert place({**SRUN, **TORCHRUN}) == place(TORCHRUN)
     assert place({"RANK": "0", "WORLD_SIZE": "1"}) == Place(0, 1, 0, "127.0.0.1", 29500, "torchrun")
-    assert place(SRUN) == Place(5, 8, 1, "gpu07", 20616, "srun")
-    assert place({**SRUN, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "gpu09"}) == Place(5, 6, 1, "gpu09", 20616, "srun")
+    assert place(SRUN) == Place(5, 8, 1, "gpu07", 10616, "srun")
+    assert place({**SRUN, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "gpu09"}) == Place(5, 6, 1, "gpu09", 10616, "srun")
     assert place({**SRUN, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}) == Place(5, 8, 1, "127.0.0.1", 4000, "srun")
     assert place({**SRUN, "SLURM_STEP_ID": "1"}).port != place(SRUN).port
     batch_script = {name: text for name, text in SRUN.items() if name != "SLURM_STEP_ID"}
