@@ -22,6 +22,7 @@ from megadcp.plan.memory import group_sizes
 
 PLAN_LIMIT = 10.0  # CPU seconds of a scheduler for one step, this project's and megatron-core's alike
 TUNING_LIMIT = 30.0  # of all caps of megatron-core's scheduler together: tuning it is our doing
+HOPELESS = 1.25 * TUNING_LIMIT  # what one cap took times the number of caps: above this, tuning is not begun
 OTHER_LIMIT = 60.0  # of the other baselines, and of a whole study
 BOUND_1F1B_LANES, BOUND_1F1B_SEEDS = 32, 3  # one to two seconds a step
 Answer = dict[str, Any]
@@ -169,7 +170,7 @@ def step_line(job: Job, line: Line, slow: Slow) -> Generator[Ask, Answer, Line]:
     over: dict[str, float] = {}
     cell = Cell(*(getattr(job, name) for name in Cell._fields))
     for operation, limit in wanted:
-        if (operation == "megatron" and "megatron_once" in over) or (cell, operation) in slow.known:
+        if operation in over or (operation == "megatron" and "megatron_once" in over) or (cell, operation) in slow.known:
             over.setdefault(operation, limit)
             continue
         found = yield Ask(operation, job, limit)
@@ -177,6 +178,8 @@ def step_line(job: Job, line: Line, slow: Slow) -> Generator[Ask, Answer, Line]:
             return {**line, **found}
         if "over" in found:
             over[operation] = limit
+        if found.get("megatron_ms", 0.0) * found.get("megatron_caps", 0) > 1e3 * HOPELESS:
+            over["megatron"] = TUNING_LIMIT
         line.update(found)
     return {**line, "over": over} if over else line
 

@@ -28,7 +28,8 @@ BASELINES = [
 ]  # fmt: skip
 LIMITS = (
     "A scheduler that takes more than 10 s of CPU time for one step is entered as '> 10 s', this project's and "
-    "megatron-core's alike (of the latter one call with one cap; tuning all its caps is our doing, and may take 30 s). "
+    "megatron-core's alike (of the latter one call with one cap; tuning all its caps is our doing, and may take 30 s; "
+    "where one call says that it would take much longer, it is not begun). "
     "Further seeds of such a cell are not asked."
 )
 HEADLINES = [
