@@ -9,10 +9,10 @@ Legend: t rows of this rank, H query heads, G kv heads, d head dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megadcp.backends.torch_sharded import torch_backend
@@ -33,16 +33,16 @@ UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True)
 class Attention:
     """Core attention of one microbatch, for a plain PyTorch model: q [t, H, d], k and v [t, G, d] -> [t, H, d], scaled by d ** -0.5.
 
     Causal inside each document, nothing across; padding rows come out zero. recompute_layers: so many first layers of the model are run again
-    in the backward (any_model does that for the layers it is told of).
+    in the backward (any_model does that for the layers it is told of). Under autocast it works in autocast's format. No dataclass: FSDP2's
+    mixed precision copies those on their way into a module, and who counts calls must be one.
     """
 
-    packed: PackedTokens
-    placement: Placement
+    def __init__(self, packed: PackedTokens, placement: Placement, microbatch: Microbatch | None = None) -> None:
+        self.packed, self.placement, self.microbatch = packed, placement, microbatch
 
     @property
     def recompute_layers(self) -> int:
@@ -59,9 +59,15 @@ class Attention:
         rows = self.packed.tokens.shape[0]
         if q.shape[0] != rows:
             raise UserError(f"attention was asked for with {q.shape[0]} rows, but the microbatch has {rows} here; the model must keep every row")
+        device = q.device.type
+        if torch.is_autocast_enabled(device):
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+        if not q.dtype == k.dtype == v.dtype:
+            raise UserError(f"attention was asked for with q in {q.dtype}, k in {k.dtype}, v in {v.dtype}; it takes one format for all")
         self.packed.memo[CALLS] = self.packed.memo.get(CALLS, 0) + 1
         core = torch_backend(q.dtype, q.device).core_attention(q.shape[1], k.shape[1], q.shape[2])
-        return core(q.contiguous(), k.contiguous(), v.contiguous(), self.packed, self.placement)
+        with torch.autocast(device, enabled=False):  # inside, fp32 is meant where it is asked for
+            return core(q.contiguous(), k.contiguous(), v.contiguous(), self.packed, self.placement)
 
 
 def recomputed(placement: Placement) -> int:
@@ -73,9 +79,10 @@ def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, microbatch: Microbatch | None = None, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls: query [1, H, t, d], key and value [1, G, t, d] -> [1, t, H, d].
+    """What transformers calls: query [1, H, t, d], key [1, G, t, d] and value [1, G, t, e] -> [1, t, H, e].
 
-    Without a microbatch (evaluation, generate) it is transformers' own sdpa. UserError: the layer asks for what can't be sharded.
+    Kernels here have one dim for all, so the smaller of d and e is filled up with zeros, which changes no product. Without a microbatch
+    (evaluation, generate) it is transformers' own sdpa. UserError: the layer asks for what can't be sharded.
     """
     if microbatch is None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -83,16 +90,20 @@ def transformers_attention(
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]
         plain: tuple[Tensor, None] = function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)
         return plain
-    _refuse(module, query, microbatch, dropout, more)
-    natural = query.shape[-1] ** -0.5
-    if scaling is not None and not math.isclose(scaling, natural, rel_tol=1e-9):
-        query = query * (scaling / natural)
+    _refuse(module, query, microbatch, attention_mask, dropout, more)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    own, dim = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key, value))
+    if not math.isclose(scaling, dim**-0.5, rel_tol=1e-9):
+        query = query * (scaling / dim**-0.5)
     out = microbatch.attention(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return out.unsqueeze(0), None
+    return out[..., :own].unsqueeze(0), None
 
 
-def _refuse(module: nn.Module, query: Tensor, microbatch: Microbatch, dropout: float, more: dict[str, Any]) -> None:
+def _refuse(module: nn.Module, query: Tensor, microbatch: Microbatch, mask: Tensor | None, dropout: float, more: dict[str, Any]) -> None:
     where = type(module).__name__
+    if mask is not None and mask.numel() > 1:  # what a microbatch comes with has one element
+        raise UserError(f"{where} makes an attention mask of its own {tuple(mask.shape)}, which no kind of context parallelism here has")
     for name, what in UNSUPPORTED.items():
         if more.get(name) is not None:
             raise UserError(f"{where} asks for {what} ({name}), which no kind of context parallelism here has; use a model without it")

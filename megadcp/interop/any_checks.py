@@ -24,23 +24,44 @@ WRAPPERS = {
     "FullyShardedDataParallel": "it reduces gradients in every backward; use torch.distributed.fsdp.fully_shard (FSDP2)",
     "DataParallel": "it splits batches; hand over the model inside",
     "OptimizedModule": "torch.compile of a whole model would compile each microbatch anew; hand over the model inside",
+    "PeftModel": "it takes arguments apart; hand over peft_model.base_model.model, which has the same adapters",
 }
+# Settings of random numbers in training, but not those of heads that a causal language model does not have.
+RANDOM = re.compile(r"dropout|pdrop|layerdrop|layer_drop|drop_path|jitter_noise|jitter_eps", re.I)
+HEADS = re.compile(r"classif|summary|^cls_|head_dropout", re.I)
 
 
 def check_model(model: nn.Module) -> None:
     """UserError, one line, for the first thing that makes the result depend on how documents are packed or shared."""
-    if (name := type(model).__name__) in WRAPPERS:
+    if name := next((base.__name__ for base in type(model).__mro__ if base.__name__ in WRAPPERS), ""):
         raise UserError(f"the model is wrapped in {name}: {WRAPPERS[name]}")
+    kind = getattr(model, "loss_type", None)
+    if kind not in (None, "ForCausalLM", "ForConditionalGeneration"):
+        raise UserError(f"{type(model).__name__} has another loss than that of the next token ({kind}); give the causal language model")
     for module_name, module in model.named_modules():
-        problem = module_problem(module)
+        problem = module_problem(module) or _offset(module_name, module)
         if problem:
             raise UserError(f"{module_name or 'the model'} ({type(module).__name__}) {problem}")
-    config = getattr(model, "config", None)
-    if config is not None:
+    for config in configs_of(model):
         for rule in RULES:
             problem = rule(config)
             if problem:
                 raise UserError(f"{type(model).__name__}: {problem}")
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The config of a transformers model, and that of its text where it has a part for that."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return []
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [config] if text is config else [config, text]
+
+
+def _offset(name: str, module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None and name.endswith("position_embeddings"):
+        return f"counts positions from {module.padding_idx + 1} and not from 0, as documents in a pack do; use another model"
+    return ""
 
 
 def module_problem(module: nn.Module) -> str:
@@ -56,7 +77,9 @@ def module_problem(module: nn.Module) -> str:
         return "carries state from token to token outside attention, which can't be shared between ranks here; use an attention-only model"
     if BIAS.search(name):
         return "biases attention by distance, which no kind of context parallelism here has; use rotary or learned positions"
-    if isinstance(module, nn.Dropout) and module.p > 0:
+    if isinstance(module, nn.Embedding) and module.sparse:
+        return "has sparse gradients, which are not summed over ranks here; use sparse=False"
+    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
         return f"drops {module.p:g} of its inputs: which ones would depend on the plan; set dropout to 0 in the model's config"
     if getattr(module, "is_cross_attention", False):
         return "is cross attention, whose keys are not the microbatch's; use a decoder-only model"
@@ -84,8 +107,9 @@ def _layers(config: Any) -> str:
 
 def _rope(config: Any) -> str:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else "default"
-    if kind in ("dynamic", "longrope"):
+    each = [rope, *(part for part in rope.values() if isinstance(part, dict))] if isinstance(rope, dict) else []  # one, or one a kind of layer
+    kind = next((kind for one in each if (kind := one.get("rope_type", one.get("type"))) in ("dynamic", "longrope")), "")
+    if kind:
         return (
             f"rope_type={kind} takes its frequencies from the longest position in a batch: the result would depend on the packing; use llama3 or yarn"
         )
@@ -98,11 +122,17 @@ def _attention(config: Any) -> str:
             return f"config.{name}={getattr(config, name):g}: attention with a soft cap on its logits can't be had here; use a model without it"
     if getattr(config, "alibi", False):
         return "config.alibi=True: attention biased by distance can't be had here; use rotary or learned positions"
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if getattr(config, name, 0.0):
-            return f"config.{name}={getattr(config, name):g}: its random numbers would depend on the plan; set it to 0"
+    if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return "config.attn_temperature_tuning=True counts positions over a whole pack in layers without rotary positions; set it to False"
     if getattr(config, "reorder_and_upcast_attn", False):
         return "config.reorder_and_upcast_attn=True has attention code of its own; set it to False"
+    return ""
+
+
+def _random(config: Any) -> str:
+    for name, value in config.to_dict().items() if hasattr(config, "to_dict") else ():
+        if RANDOM.search(name) and not HEADS.search(name) and isinstance(value, float) and value > 0:
+            return f"config.{name}={value:g}: its random numbers would depend on the plan; set it to 0"
     return ""
 
 
@@ -114,7 +144,7 @@ def _experts(config: Any) -> str:
     return ""
 
 
-RULES: tuple[Callable[[Any], str], ...] = (_encoder, _layers, _rope, _attention, _experts)
+RULES: tuple[Callable[[Any], str], ...] = (_encoder, _layers, _rope, _attention, _random, _experts)
 
 
 # ------------------------------------------------------------------------------------------------------------- arguments

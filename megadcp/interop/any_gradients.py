@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -85,8 +85,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [each for each in model.modules() if any(base.__name__ == "FSDPModule" for base in type(each).__mro__)]
 
 
-def prepare_fsdp(model: nn.Module) -> None:
-    """Sums in place of means, and weights that stay whole from the first microbatch of a step to its last.
+def prepare_fsdp(model: nn.Module) -> Callable[[], None]:
+    """Sums in place of means, and weights that stay whole from the first microbatch of a step to its last; gives what undoes it.
 
     FSDP2 gathers and reduces in each forward and backward, which hangs when ranks run different numbers of them. So microbatches run on whole
     weights and add to whole gradients, and the same last one on every rank reduces: of the optimizer, all is sharded.
@@ -96,9 +96,24 @@ def prepare_fsdp(model: nn.Module) -> None:
         raise UserError("fully_shard was applied to parts of the model, but not to the model itself; call fully_shard(model) last")
     root.set_reshard_after_forward(False, recurse=True)
     for each in fsdp_modules(root):
-        each.set_gradient_divide_factor(1.0)
-        if hasattr(each, "set_force_sum_reduction_for_comms"):
-            each.set_force_sum_reduction_for_comms(True)
+        _sums(each, 1.0, True)
+
+    def undo() -> None:
+        """FSDP2's defaults: it can't be asked what it was told before."""
+        reduce_in_backward(root, True)
+        for each in fsdp_modules(root):
+            each.set_reshard_after_forward(each is not root, recurse=False)
+            meshes = [parameter.device_mesh for parameter in each.parameters() if hasattr(parameter, "device_mesh")]
+            if meshes:
+                _sums(each, float(meshes[0].size()), False)
+
+    return undo
+
+
+def _sums(module: Any, divide: float, forced: bool) -> None:
+    module.set_gradient_divide_factor(divide)
+    if hasattr(module, "set_force_sum_reduction_for_comms"):
+        module.set_force_sum_reduction_for_comms(forced)
 
 
 def reduce_in_backward(model: nn.Module, last: bool) -> None:

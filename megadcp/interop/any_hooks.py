@@ -6,33 +6,41 @@ what its forward did.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megadcp.config.check import UserError
 from megadcp.interop.any_attention import CALLS, NAME, Attention, recomputed, register
 from megadcp.interop.any_gradients import reduce_in_backward
+from megadcp.mesh.groups import GroupPool
 
 if TYPE_CHECKING:
-    from megadcp.interop.any_model import Microbatch
+    from megadcp.interop.any_model import Microbatch, Steps
 
 Undo = Callable[[], None]
+LEAVE_SECONDS = 0.05
+_ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # transformers models that have Steps
 
 
 class TransformersHooks:
     """What lets a transformers model train on microbatches; `undo` takes it off.
 
-    layers: those that can be recomputed, in order; attentions: calls of attention in one forward; sharded: by FSDP2.
+    layers: those that can be recomputed, in order; sharded: by FSDP2.
     """
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module], attentions: int, sharded: bool) -> None:
+    def __init__(self, model: Any, layers: Sequence[nn.Module], sharded: bool) -> None:
         """Raises UserError if the model has attention code of its own."""
-        self.model, self.layers, self.attentions, self.sharded = model, layers, attentions, sharded
+        self.model, self.layers, self.sharded = model, layers, sharded
         self._before = model.config._attn_implementation
         choose_attention(model)
         self._flags = [(each, each.gradient_checkpointing, getattr(each, "_gradient_checkpointing_func", None)) for each in layers]
@@ -48,6 +56,7 @@ class TransformersHooks:
             raise UserError("the model was called without the microbatch's position_ids; call it with model(**microbatch)")
         if kwargs.get("labels") is not None:
             raise UserError("labels were given along with a microbatch, which brings its own; call the model with model(**microbatch)")
+        microbatch.packed.memo[CALLS] = 0
         count = recomputed(microbatch.placement)
         for number, each in enumerate(self.layers):
             each.gradient_checkpointing = number < count  # type: ignore[assignment]
@@ -58,12 +67,7 @@ class TransformersHooks:
         microbatch: Microbatch | None = kwargs.get("microbatch")
         if microbatch is None:
             return None
-        calls, name = microbatch.packed.memo.get(CALLS, 0), type(self.model).__name__
-        if calls != self.attentions:
-            raise UserError(
-                f"{name} called the attention of its microbatch {calls} times for {self.attentions} layers: it has attention code of its own, "
-                "or does not hand keyword arguments down to it"
-            )
+        name = type(self.model).__name__
         if getattr(output, "logits", None) is None:
             raise UserError(f"{name} returns no logits; give the causal language model (AutoModelForCausalLM), with return_dict=True")
         output.loss = microbatch.loss(output.logits)
@@ -78,18 +82,57 @@ class TransformersHooks:
             if function is not None:
                 each._gradient_checkpointing_func = function
         self.model.set_attn_implementation(self._before)
+        _ATTACHED.discard(self.model)
 
 
 def choose_attention(model: Any) -> None:
     """Let a transformers model take its attention from here. UserError if it doesn't ask the registry."""
     register()
+    if model in _ATTACHED:
+        raise UserError(
+            "the model has Steps already; keep them in a variable, iterate them once for each pass over the data, and close() them before others"
+        )
     if model.config._attn_implementation == NAME:
-        raise UserError("the model has Steps already; make them once, iterate them once for each pass over the data, and close() them before others")
+        raise UserError(
+            "the model's config was changed by Steps of another model (it shares that one's config, or was copied meanwhile): "
+            "give each model its own config, and make copies before Steps"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise UserError(f"{type(model).__name__} has attention code of its own: it does not ask transformers' registry (_supports_attention_backend)")
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise UserError(f"{type(model).__name__} does not let its attention be chosen (it stays {model.config._attn_implementation})")
+    _ATTACHED.add(model)
+
+
+def check_calls(microbatch: Microbatch, steps: Steps) -> None:
+    """UserError unless the latest forward called the microbatch's attention once for each layer."""
+    calls, name = microbatch.packed.memo.get(CALLS, 0), type(steps.model).__name__
+    if calls == steps.attentions:
+        return
+    said = f"{name} called the attention of its microbatch {calls} times for {steps.attentions} layers: "
+    if steps.transformers:
+        raise UserError(f"{said}it has attention code of its own, or does not hand keyword arguments down to it")
+    raise UserError(f"{said}each layer must call attention(q, k, v) once, and Options.shape must say how many layers there are")
+
+
+def leave_in_order(pool: GroupPool) -> Undo:
+    """At the end of the process end gloo's threads before Python ends; undone by what is returned.
+
+    A thread of a group gives the tensors of its latest message back a little after the message is there. When Python has ended meanwhile,
+    torch aborts the process. A group's threads end with it, once nobody holds it any more.
+    """
+
+    def leave() -> None:
+        pool.close()
+        vars(pool).clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        time.sleep(LEAVE_SECONDS)  # for groups that others hold
+
+    atexit.register(leave)
+    return functools.partial(atexit.unregister, leave)
 
 
 def attach_plain(model: nn.Module, layers: Sequence[nn.Module], sharded: bool) -> Undo:
@@ -99,8 +142,10 @@ def attach_plain(model: nn.Module, layers: Sequence[nn.Module], sharded: bool) -
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         microbatch = getattr(kwargs.get("attention"), "microbatch", None)
-        if microbatch is not None and sharded:
-            reduce_in_backward(model, microbatch.last)
+        if microbatch is not None:
+            microbatch.packed.memo[CALLS] = 0
+            if sharded:
+                reduce_in_backward(model, microbatch.last)
 
     hook = model.register_forward_pre_hook(begin, with_kwargs=True)
 

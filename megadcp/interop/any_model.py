@@ -40,7 +40,7 @@ from megadcp.interop import any_gradients, any_shape
 from megadcp.interop.any_attention import Attention, no_mask
 from megadcp.interop.any_checks import check_arguments, check_model, check_windows
 from megadcp.interop.any_documents import LoaderDocuments, check_loader
-from megadcp.interop.any_hooks import TransformersHooks, Undo, attach_plain
+from megadcp.interop.any_hooks import TransformersHooks, Undo, attach_plain, check_calls, leave_in_order
 from megadcp.interop.any_loss import summed_loss
 from megadcp.interop.any_plans import whole_layer_planner_for
 from megadcp.mesh.coords import Mesh
@@ -80,29 +80,20 @@ class Options:
     first_step: int = 0
 
 
-@dataclass(frozen=True, eq=False)
 class Microbatch:
     """The rows of one pack that this rank has, for model(**microbatch); it travels as a keyword argument down to the attention.
 
-    last: the one of FSDP2 in which gradients are reduced, a single token without target.
+    last: the one of FSDP2 in which gradients are reduced, a single token without target. No dataclass, for the reason that Attention has.
     """
 
-    packed: PackedTokens
-    placement: Placement
-    step: Step
-    slot: int
-    last: bool = False
-
-    @cached_property
-    def attention(self) -> Attention:
-        """Core attention of this microbatch."""
-        return _OfMicrobatch(self.packed, self.placement, self)
+    def __init__(self, packed: PackedTokens, placement: Placement, step: Step, slot: int, last: bool = False) -> None:
+        self.packed, self.placement, self.step, self.slot, self.last = packed, placement, step, slot, last
+        self.attention = Attention(packed, placement, self)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """What the model is called with: transformers' names with a leading dim of 1, or input_ids, position_ids [t] and attention."""
-        limit = self.step.steps.position_limit
-        positions = self.packed.positions.clamp(max=limit - 1) if limit else self.packed.positions  # padding goes on counting
+        positions = self.packed.positions.clamp(max=max(self.packed.real_lengths_list) - 1)  # padding goes on counting, beyond a table's end
         if not self.step.steps.transformers:
             return {"input_ids": self.packed.tokens, "position_ids": positions, "attention": self.attention}
         tokens, mask = self.packed.tokens.unsqueeze(0), no_mask(positions.device)
@@ -118,19 +109,15 @@ class Microbatch:
     def loss(self, logits: Tensor) -> Tensor:
         """Part of the step's mean loss: the sum over the targets here of logits [t, V] or [1, t, V], by the targets of the whole batch.
 
-        A transformers model's output has it as `.loss`.
+        A transformers model's output has it as `.loss`. UserError if not every layer took its attention from the microbatch.
         """
+        check_calls(self, self.step.steps)
         rows = logits.reshape(-1, logits.shape[-1])
         if rows.shape[0] != len(self.packed.labels):
             raise UserError(f"the model gave {rows.shape[0]} rows of logits for {len(self.packed.labels)} tokens; it must give one for each")
         total = summed_loss(rows, self.packed.labels)
         self.step.losses[self.slot] = total.detach()
         return total / max(1, self.step.targets)
-
-
-@dataclass(frozen=True, eq=False)
-class _OfMicrobatch(Attention):
-    microbatch: Microbatch
 
 
 class Step:
@@ -140,6 +127,7 @@ class Step:
         self.steps, self.plan, self.documents, self.targets = steps, loaded.plan, loaded.documents, targets
         self.losses: dict[int, Tensor] = {}
         self._shares = shares
+        self.begun = self.finished = False
 
     @property
     def number(self) -> int:
@@ -147,6 +135,9 @@ class Step:
         return self.plan.step
 
     def __iter__(self) -> Iterator[Microbatch]:
+        if self.finished:
+            raise UserError(f"step {self.number} is finished; its microbatches can't be run again")
+        self.begun = True
         any_gradients.require_no_gradients(self.steps.parameters)
         channel = HERE if self.steps.pool is None else self.steps.pool.streams.channel("copy")
         packs = {slot: share.pack for slot, share in self._shares.items()}
@@ -166,8 +157,10 @@ class Step:
     def finish(self) -> Tensor:
         """Sum gradients over ranks; gives the mean token loss of the whole batch (fp64 scalar, NaN without targets). Every rank calls it.
 
-        UserError, on all ranks: some microbatches were left out.
+        UserError, on all ranks: some microbatches were left out, or the step is finished already.
         """
+        if self.finished:
+            raise UserError(f"step {self.number} is finished already; a second finish() would sum its gradients over ranks once more")
         expected = len(self._shares) + self.steps.sharded
         total = sum((float(each) for each in self.losses.values()), 0.0)
         mine = torch.tensor([total, expected - len(self.losses)], dtype=torch.float64, device=self.steps.device)
@@ -178,6 +171,7 @@ class Step:
         missing = int(sums[1])
         if missing:
             raise UserError(f"{missing} microbatches of step {self.number} were not run; run all that a step gives before finish()")
+        self.finished = True
         return sums[0] / self.targets if self.targets else torch.full_like(sums[0], torch.nan)
 
 
@@ -203,16 +197,19 @@ class Steps:
         check_model(model)
         check_arguments(model, ("input_ids", "position_ids") if self.transformers else ("input_ids", "position_ids", "attention"))
         if not hasattr(data, "step"):
-            check_loader(data, world)
+            check_loader(data, world, options.lengths)
+            if options.steps or options.first_step:
+                raise UserError("Options.steps and first_step are of a document source; a DataLoader's pass has its own steps, from the first on")
         elif options.steps < 1:
             raise UserError(f"Options.steps={options.steps}: a document source goes on for ever; say how many steps are wanted")
-        self.parameters = any_gradients.trained(model)
-        if not self.parameters:
+        parameters = self.parameters
+        if not parameters:
             raise UserError("no parameter of the model has requires_grad: there is nothing to train")
-        self.device, dtype = self.parameters[0].device, self.parameters[0].dtype
+        self.device, dtype = parameters[0].device, parameters[0].dtype
         self.sharded = bool(any_gradients.fsdp_modules(model))
         self.position_limit = any_shape.position_limit(model)
         shape = options.shape or any_shape.shape_of(model)
+        self.vocab, self.attentions = shape.vocab, shape.layers
         layers = list(options.layers) or (any_shape.decoder_layers(model, shape.layers) if self.transformers else [])
         self.config = self._settings(shape, bool(layers), dtype)
         self._make_plans = plans
@@ -221,12 +218,18 @@ class Steps:
         self._next = options.first_step
         self.pool = GroupPool(Mesh(world), self.lane, self.device, options.max_cp) if world > 1 else None
         any_gradients.same_weights(model, self.pool)
-        if self.sharded:
-            any_gradients.prepare_fsdp(model)
+        self._undo: list[Undo] = [any_gradients.prepare_fsdp(model)] if self.sharded else []
         if self.transformers:
-            self._undo: list[Undo] = [TransformersHooks(model, layers, shape.layers, self.sharded).undo]
+            self._undo.append(TransformersHooks(model, layers, self.sharded).undo)
         else:
-            self._undo = [attach_plain(model, layers, self.sharded)]
+            self._undo.append(attach_plain(model, layers, self.sharded))
+        if self.pool is not None:
+            self._undo.append(leave_in_order(self.pool))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained, as of now: they may be frozen and freed between steps, alike on all ranks."""
+        return any_gradients.trained(self.model)
 
     def _settings(self, shape: ModelConfig, recomputable: bool, dtype: torch.dtype) -> Any:
         options, config = self.options, getattr(self.model, "config", None)
@@ -252,25 +255,27 @@ class Steps:
         if hasattr(self.data, "step"):
             source = cast(DocumentSource, self.data)
         else:
-            source = cast(DocumentSource, LoaderDocuments(cast(Any, self.data), self.options.lengths, first, ahead + 2))
+            source = cast(DocumentSource, LoaderDocuments(cast(Any, self.data), self.options.lengths, first, ahead + 2, self.vocab))
         own_process = self._make_plans is None and ahead > 0 and self.config.plan.worker == "process"
         plans = PlanWorker(self.config, make=whole_layer_planner_for) if own_process else self._plans
         with StepLoader(source, plans, first, first + len(self), ahead, self.lane, self.lanes) as loader:
-            while (step := self._open(loader)) is not None:
+            while (step := self._open(loader, source)) is not None:
                 self._next = step.number + 1
                 yield step
+                if step.begun and not step.finished:
+                    raise UserError(f"step {step.number} was not finished; call its finish() after its microbatches, before the optimizer")
 
-    def _open(self, loader: StepLoader) -> Step | None:
+    def _open(self, loader: StepLoader, source: DocumentSource) -> Step | None:
         """The next step, once all ranks have it and agree on it; None after the last."""
         loaded, problem, targets = None, None, 0
         shares: dict[int, Share] = {}
         try:
             loaded = next(loader, None)
             if loaded is not None:
-                self._check_lengths(loaded.documents)
+                self._check_documents(loaded)
         except Exception as error:  # told to the other ranks first, which would wait for ever
             problem = error
-        self._alike(loaded, problem)
+        self._alike(0 if problem else _digest(loaded, source), problem)
         if loaded is None:
             return None
         try:
@@ -285,9 +290,9 @@ class Steps:
         targets = agree(loaded.plan, sum(count_targets(pack) for pack in loaded.packs), problem, self.pool)
         return Step(self, loaded, shares, targets)
 
-    def _alike(self, loaded: LoadedStep | None, problem: Exception | None) -> None:
+    def _alike(self, digest: int, problem: Exception | None) -> None:
         """Raise unless every rank has loaded a step of the same documents."""
-        rows = [[problem is not None, _digest(loaded)]]
+        rows = [[problem is not None, digest]]
         if self.pool is not None:
             rows = all_gather(torch.tensor(rows, dtype=torch.int64), self.pool.world).tolist()
         if problem is not None:
@@ -296,10 +301,17 @@ class Steps:
         if failed:
             raise UserError(f"rank {failed[0]} could not load its next step; what is wrong is said there")
         if len({row[1] for row in rows}) > 1:
-            raise UserError("the ranks' loaders give different documents for one step; seed their samplers alike (torch.manual_seed, or generator=)")
+            raise UserError(
+                "the ranks' loaders give different documents for one step; "
+                "seed their samplers alike (torch.manual_seed, or generator=), and let the data set give everybody the same item"
+            )
 
-    def _check_lengths(self, documents: StepDocuments) -> None:
+    def _check_documents(self, loaded: LoadedStep) -> None:
+        documents = loaded.documents
         longest = int(documents.lengths.max())
+        largest = max((int(pack.tokens.max()) for pack in loaded.packs), default=0)
+        if largest >= self.vocab:
+            raise UserError(f"step {documents.step} has token {largest}, but the model's vocabulary has ids 0 to {self.vocab - 1}")
         check_windows(getattr(self.model, "config", None), longest)
         if self.position_limit and longest > self.position_limit:
             raise UserError(
@@ -323,11 +335,14 @@ class Steps:
         self.close(failed=error is not None)
 
 
-def _digest(loaded: LoadedStep | None) -> int:
-    """Of the documents' ids, in 63 bits; -1 after the last step."""
+def _digest(loaded: LoadedStep | None, source: Any) -> int:
+    """Of the documents' ids, and of their tokens where this rank has read all, in 63 bits; -1 after the last step."""
     if loaded is None:
         return -1
-    return int.from_bytes(hashlib.sha256(loaded.documents.ids.tobytes()).digest()[:8], "big") >> 1
+    digest = hashlib.blake2b(loaded.documents.ids.tobytes(), digest_size=8)
+    if isinstance(source, LoaderDocuments):
+        digest.update(source.digest(loaded.documents.step))
+    return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def _one_token(device: torch.device) -> PackedTokens:

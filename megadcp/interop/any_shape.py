@@ -45,16 +45,24 @@ def shape_of(model: nn.Module) -> ModelConfig:
         raise UserError("this model has no transformers config to read its figures from; give Options(shape=ModelConfig(layers=.., hidden=.., ..))")
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
+
+    def figure(name: str) -> Any:
+        try:
+            return getattr(config, name, None)
+        except Exception as error:  # configs whose layers differ refuse to name one figure for all
+            text = str(error).split("\n")[0]
+            raise UserError(f"config.{name} of {type(model).__name__}: {text}; give Options(shape=ModelConfig(..)) by hand") from None
+
     needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    missing = [name for name in needed if not isinstance(getattr(config, name, None), int)]
+    missing = [name for name in needed if not isinstance(figure(name), int)]
     if missing:
         raise UserError(f"the config of {type(model).__name__} has no {', '.join(missing)}; give Options(shape=ModelConfig(..)) by hand")
-    layers, hidden, heads, vocab = (getattr(config, name) for name in needed)
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    ffn = next((value for name in FFN if isinstance(value := getattr(config, name, None), int)), 4 * hidden)
+    layers, hidden, heads, vocab = (figure(name) for name in needed)
+    head_dim = figure("head_dim") or hidden // heads
+    ffn = next((value for name in FFN if isinstance(value := figure(name), int)), 4 * hidden)
     gated = any(name.rsplit(".", 1)[-1] in GATES for name, _ in model.named_modules())
     return ModelConfig(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads, head_dim=head_dim, ffn=ffn,
+        layers=layers, hidden=hidden, heads=heads, kv_heads=figure("num_key_value_heads") or heads, head_dim=head_dim, ffn=ffn,
         vocab=vocab, mlp="swiglu" if gated else "gelu", tied=bool(getattr(config, "tie_word_embeddings", False)),
     )  # fmt: skip
 

@@ -342,8 +342,15 @@ def test_steps_that_were_not_run_or_not_cleared_are_errors() -> None:
             step.finish()
         for microbatch in step:
             model(**microbatch).loss.backward()
+        step.finish()
+        with pytest.raises(UserError, match=r"step 0 is finished already"):
+            step.finish()
+        with pytest.raises(UserError, match=r"can't be run again"):
+            next(iter(step))
         with pytest.raises(UserError, match=r"zero_grad"):
             next(iter(next(passes)))
+        with pytest.raises(UserError, match=r"step 1 was not finished"):
+            next(passes)
         with pytest.raises(UserError, match=r"position_ids"):
             model(input_ids=torch.zeros(1, 4, dtype=torch.int64), microbatch=microbatch)
         with pytest.raises(UserError, match=r"has Steps already"):
