@@ -373,7 +373,7 @@ def _html(found: Sequence[Part], all_of_it: Evidence) -> str:
             else:
                 body.append(f"<p>{_marked(escape(block))}</p>")
         sections.append(Section(part.name, part.title, body))
-    steps = tables.planned(all_of_it.lines, 32)
+    steps = tables.of_presets(tables.planned(all_of_it.lines, 32))
     tiles = [
         Tile(f"{np.median(values):.2f}", f"median gain over {name}, 32 H200, predicted")
         for name in tables.BASELINES
