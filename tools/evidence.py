@@ -40,6 +40,7 @@ import bench_planner  # noqa: E402
 import evidence_report as report  # noqa: E402
 from evidence_cells import Job, Line, jobs, key_of  # noqa: E402
 from evidence_children import work  # noqa: E402
+from evidence_packs import packs_jobs  # noqa: E402
 from evidence_steps import Slow, step_line, study_line  # noqa: E402
 
 ROOT = TOOLS.parent
@@ -47,6 +48,7 @@ CODE = {
     "step": ("evidence_cells", "evidence_steps"),
     "ablation": ("evidence_cells", "evidence_steps", "evidence_ablation"),
     "sensitivity": ("evidence_cells", "evidence_steps", "evidence_sensitivity"),
+    "packs": ("evidence_cells", "evidence_steps", "evidence_packs"),
 }
 PACKAGES = ("numpy", "torch", "megatron-core", "transformers")
 
@@ -87,6 +89,11 @@ def circumstances(options: argparse.Namespace) -> Line:
         "workers": options.workers,
         "scope": options.scope,
     }
+
+
+def wanted(scope: str) -> list[Job]:
+    """All results of a scope, in the order in which they are made."""
+    return [*jobs(scope), *packs_jobs(scope)]
 
 
 class Kept:
@@ -150,7 +157,7 @@ def compute(options: argparse.Namespace, kept: Kept) -> None:
     done, slow = {key_of(line) for line in kept.lines}, Slow()
     for line in kept.lines:
         slow.learn(line)
-    todo = [job for job in jobs(options.scope) if key_of(asdict(job)) not in done]
+    todo = [job for job in wanted(options.scope) if key_of(asdict(job)) not in done]
     if not todo:
         return
     kept.begin(circumstances(options))
@@ -234,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.part == "chart":
             return 0 if drawn else 1
     places = (options.out / "EVIDENCE.md", folder / "evidence.html") if options.scope == "full" else (small / "EVIDENCE.md", small / "evidence.html")
-    report.write(report.Evidence(kept.runs, kept.lines, jobs(options.scope), options.out), *places)
+    report.write(report.Evidence(kept.runs, kept.lines, wanted(options.scope), options.out), *places)
     for place in places:
         print(f"wrote {place}")
     return 0

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from evidence_ablation import ablation
+from evidence_packs import packs
 from evidence_sensitivity import sensitivity
 from evidence_steps import STEP_OPERATIONS, Answer, Ask, Clock
 
@@ -23,7 +24,7 @@ from megadcp.config.check import UserError
 
 PARENT_SECONDS = 5.0  # how often a child looks whether its parent still lives
 CLOCK_FACTOR = 30.0  # of the limit, by the clock: a child that hangs without computing is ended, too
-OPERATIONS = {**STEP_OPERATIONS, "ablation": ablation, "sensitivity": sensitivity}
+OPERATIONS = {**STEP_OPERATIONS, "ablation": ablation, "sensitivity": sensitivity, "packs": packs}
 Job = Generator[Ask, Answer, dict[str, Any]]
 
 

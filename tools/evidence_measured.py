@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +14,18 @@ import numpy as np
 
 Line = dict[str, Any]
 
-DRAWS = 10_000  # of the bootstrap
-LEVEL = 0.95
+# 97.5% points of Student's t by degrees of freedom; the last one also for more, for which it is a little too wide.
+STUDENT = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 FEWEST = 4  # turns; fewer give a range and no interval
 OTHERS = ("static-best", "static-fixed", "bucket")
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Seconds of planned / seconds of another, over turns. interval: of the mean, by bootstrap; None for few turns."""
+    """Seconds of planned / seconds of another, over turns. interval: of the mean, Student's t; None for few turns.
+
+    messages: ms a step of planned and of the other without sleeping, where ranks sleep.
+    """
 
     kind: str
     preset: str
@@ -35,6 +40,7 @@ class Ratio:
     predicted: float
     error: float  # measured / predicted seconds of planned itself, its mean over the turns, less 1
     of: str  # seconds or cpu_seconds
+    messages: tuple[float, float] | None = None
 
     @property
     def where(self) -> str:
@@ -43,13 +49,12 @@ class Ratio:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Percentile bootstrap interval of the mean; None for fewer than FEWEST values. Seeded: the same values give the same interval."""
+    """95% interval of the mean of independent values, by Student's t; None for fewer than FEWEST values."""
     if len(values) < FEWEST:
         return None
-    random = np.random.default_rng(1)
-    means = np.asarray(values)[random.integers(0, len(values), (DRAWS, len(values)))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+    mean, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    times = STUDENT[min(len(values) - 1, len(STUDENT) - 1)]
+    return mean - times * error, mean + times * error
 
 
 def regroup_lines(folder: Path) -> tuple[list[Line], str]:
@@ -70,8 +75,17 @@ def regroup_notes(folder: Path, name: str) -> list[str]:
     return [line.strip() for line in said if line.strip() and not line.startswith("#")]
 
 
-def ratios(lines: Sequence[Line]) -> list[Ratio]:
-    """One for every setup and contestant, turn by turn, on wall clock where ranks have it to themselves ("timed"), else on CPU seconds, too."""
+def cores_of(notes: Sequence[str]) -> int:
+    """Of the machine that the notes tell of; 0 where they don't."""
+    found = re.search(r"(\d+) cores", " ".join(notes))
+    return int(found.group(1)) if found else 0
+
+
+def ratios(lines: Sequence[Line], cores: int = 0) -> list[Ratio]:
+    """One for every setup and contestant, turn by turn: of seconds, unless more ranks compute than there are cores, and of CPU seconds.
+
+    cores: of the machine, 0 where that is not known.
+    """
     found = []
     names = ("kind", "preset", "lanes", "pp")
     for setup in dict.fromkeys(tuple(line[name] for name in names) for line in lines):
@@ -81,7 +95,8 @@ def ratios(lines: Sequence[Line]) -> list[Ratio]:
             turns = {line["turn"]: line for line in own if line["policy"] == other}
             common = sorted(set(planned) & set(turns))
             for of in ("seconds", "cpu_seconds"):
-                if not common or of not in planned[common[0]]:
+                crowded = of == "seconds" and "cpu_seconds" in next(iter(planned.values()), {}) and 0 < cores < setup[2] * setup[3]
+                if not common or of not in planned[common[0]] or crowded:
                     continue
                 values = [planned[turn][of] / turns[turn][of] for turn in common]
                 kind, preset, lanes, pp = setup
@@ -89,7 +104,11 @@ def ratios(lines: Sequence[Line]) -> list[Ratio]:
                 error = float(np.mean([planned[turn]["seconds"] / planned[turn]["predicted"] for turn in common])) - 1
                 predicted = planned[first]["predicted"] / turns[first]["predicted"]
                 spread = (float(np.mean(values)), interval(values), min(values), max(values))
-                found.append(Ratio(kind, preset, lanes * pp, pp, other, len(values), *spread, predicted, error, of))
+                messages = None
+                if "without_sleep" in planned[first]:
+                    both = ([1e3 * one[turn]["without_sleep"] / one[turn]["steps"] for turn in common] for one in (planned, turns))
+                    messages = tuple(float(np.mean(each)) for each in both)
+                found.append(Ratio(kind, preset, lanes * pp, pp, other, len(values), *spread, predicted, error, of, messages))
     return found
 
 

@@ -14,7 +14,7 @@ import evidence_texts as texts
 import numpy as np
 from evidence_cells import MIXES, Cell, Job, Line, cell_of
 from evidence_pictures import Row, spans_svg
-from evidence_tables import Table, spread
+from evidence_tables import Table
 from gpu_check_table import headline, report_lines
 from plan_files import write_file
 from report_page import Section, Tile, page, picture_card
@@ -89,14 +89,10 @@ def _short(all_of_it: Evidence) -> Iterator[str | Table | Picture]:
         yield "No step on 32 GPUs is planned yet."
         return
     presets = tables.of_presets(steps)
-    for name in tables.BASELINES:
-        values = tables.gains(presets, name)
-        if values:
-            yield f"On 32 H200, predicted, over {name}: {spread(values)} over {len(values):,} steps, nine distributions and all layouts together."
-    even = [line for line in steps if line["preset"] == "constant"]
-    if even:
-        best, other = spread(tables.gains(even, "static-best"), 3), spread(tables.gains(even, "static-any"), 3)
-        yield f"Equal lengths, the negative control: {best} over static-best, {other} over static-any: a gain that is not owed to the data."
+    yield "Gains on 32 H200, predicted: median [quartiles] (range) over steps of all tokens per lane and maximum lengths."
+    yield tables.short_table(presets)
+    yield texts.SHORT
+    yield f"{tables.memory_in_words(presets)} {texts.MEMORY}"
 
 
 def _compared() -> list[str | Table | Picture]:
@@ -104,7 +100,7 @@ def _compared() -> list[str | Table | Picture]:
 
 
 def _predicted(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
-    main = tables.planned(lines, 32)
+    main = sorted(tables.planned(lines, 32), key=lambda line: (tables.layout(line), line["preset"], line["tokens"], line["max_length"], line["seed"]))
     presets, mixes = tables.of_presets(main), [line for line in main if line["preset"] in MIXES]
     yield "Median [quartiles] (range) over steps."
     rows = tables.gain_rows(lines)
@@ -119,7 +115,7 @@ def _predicted(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
         "tokens per lane": lambda line: tables.k(line["tokens"]),
         "maximum length": lambda line: tables.k(line["max_length"]),
     }
-    yield tables.gain_table(presets, list(by.items()))
+    yield tables.gain_table(sorted(presets, key=lambda line: (tables.layout(line), line["tokens"], line["max_length"])), list(by.items()))
     others = [line for line in tables.of_presets(tables.planned(lines)) if line["gpus"] != 32]
     yield "### 8, 128 and 1,024 H200, documents of at most 128k"
     by = {"layout": tables.layout, "GPUs": lambda line: f"{line['gpus']:,}", "tokens per lane": lambda line: tables.k(line["tokens"])}
@@ -127,8 +123,13 @@ def _predicted(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
     yield "### Three mixes of our own, 32 H200"
     yield texts.MIXES
     yield tables.gain_table(mixes, [("layout", tables.layout), ("mix", lambda line: str(line["preset"]))])
+    packs = tables.packs_table(sorted(lines, key=lambda line: (tables.layout(line), line["max_length"], line["preset"] == tables.EVEN)))
+    if packs.rows:
+        yield "### One size of packs for the whole run, or the best of seven"
+        yield texts.PACKS
+        yield packs
     yield "### Memory, planning time, distance to the lower bound"
-    yield "Peak: of the fullest stage, by the memory model (docs/plan.md section 3). Planning runs in the background, steps ahead."
+    yield texts.COSTS
     yield tables.cost_table(tables.planned(lines))
     over = tables.over_table(lines)
     yield "### Over the time limit"
@@ -136,7 +137,7 @@ def _predicted(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
     unfit = tables.unfit_table(lines)
     yield "### What does not fit"
     yield unfit if unfit.rows else "Everything that has a result fits."
-    yield "Every cell by itself: `cells.md` in the folder of the results."
+    yield "Every cell by itself: `evidence/cells.md`."
 
 
 def _ablation(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
@@ -147,6 +148,7 @@ def _ablation(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
             "predicted, nine distributions, 32k tokens per lane, documents of at most 128k · mark: median, thick: quartiles, thin: range over steps"
         ]
         yield Picture(spans_svg("Speed-up over bucket, one freedom after the other", notes, names, rows, "seconds of bucket / seconds of the rung"))
+    yield from tables.ablation_in_words(lines)
     found = tables.ablation_table(lines)
     yield found if found.rows else "No result yet."
 
@@ -162,6 +164,7 @@ def _sensitivity(lines: Sequence[Line]) -> Iterator[str | Table | Picture]:
     yield Picture(
         spans_svg("Gain over static-best when something is wrong", notes, names, rows, "seconds of static-best (tuned with the truth) / of the plan")
     )
+    yield tables.sensitivity_in_words(lines)
     yield tables.sensitivity_table(lines)
     if unfit:
         yield f"{unfit} plans made with wrong coefficients did not fit the memory, or no static layout did."
@@ -175,40 +178,9 @@ def _local(folder: Path) -> Iterator[str | Table | Picture]:
     else:
         command = "python tools/benchmark.py regroup" + (" --quick" if name.startswith("quick") else "")
         yield f"`{command}`, kept in regroup/{name}. {texts.REGROUP}"
-        yield from measured.regroup_notes(folder / "regroup", name)
-        rows = []
-        for one in measured.ratios(lines):
-            sure = "-" if one.interval is None else f"[{one.interval[0]:.3f}, {one.interval[1]:.3f}]"
-            what = "wall clock" if one.of == "seconds" else "CPU seconds of all ranks"
-            error = f"{100 * one.error:+.1f}%" if one.of == "seconds" else "-"
-            predicted = f"{one.predicted:.3f}" if one.of == "seconds" else "-"
-            rows.append(
-                [
-                    one.kind,
-                    one.where,
-                    one.other,
-                    what,
-                    f"**{one.mean:.3f}**",
-                    sure,
-                    f"{one.least:.3f} to {one.most:.3f}",
-                    str(one.turns),
-                    predicted,
-                    error,
-                ]
-            )
-        head = [
-            "kind",
-            "setup",
-            "planned against",
-            "of",
-            "mean ratio",
-            "interval",
-            "range",
-            "turns",
-            "predicted",
-            "planned: measured / predicted - 1",
-        ]
-        yield Table(head, rows)
+        notes = measured.regroup_notes(folder / "regroup", name)
+        yield from notes
+        yield Table(RATIO_HEAD, [_ratio_row(one) for one in measured.ratios(lines, measured.cores_of(notes))])
         yield texts.REGROUP_ERROR
     memory = measured.memory(lines)
     yield texts.REGROUP_MEMORY if memory else texts.NO_MEMORY
@@ -221,6 +193,22 @@ def _local(folder: Path) -> Iterator[str | Table | Picture]:
         yield f"No curves are kept; `{COMMAND} losses` makes them. {texts.KNOWN_LOSSES}"
         return
     yield from _losses(found)
+
+
+RATIO_HEAD = [
+    "kind", "setup", "planned against", "of", "mean ratio", "95% interval", "range", "turns", "predicted", "ratio / predicted - 1",
+    "planned: seconds / predicted - 1", "ms a step without sleeping: planned, other",
+]  # fmt: skip
+
+
+def _ratio_row(one: measured.Ratio) -> list[str]:
+    sure = "-" if one.interval is None else f"[{one.interval[0]:.3f}, {one.interval[1]:.3f}]"
+    row = [one.kind, one.where, one.other, "wall clock" if one.of == "seconds" else "CPU seconds of all ranks", f"**{one.mean:.3f}**", sure]
+    row += [f"{one.least:.3f} to {one.most:.3f}", str(one.turns)]
+    if one.of != "seconds":
+        return [*row, "-", "-", "-", "-"]
+    messages = "-" if one.messages is None else f"{one.messages[0]:.0f}, {one.messages[1]:.0f}"
+    return [*row, f"{one.predicted:.3f}", f"{100 * (one.mean / one.predicted - 1):+.1f}%", f"{100 * one.error:+.1f}%", messages]
 
 
 def _memory_row(one: measured.Memory) -> list[str]:
@@ -250,8 +238,10 @@ def _gpu(folder: Path) -> Iterator[str | Table | Picture]:
     reports = measured.gpu_reports(folder / "gpu")
     taken = {name: report for name, report in reports.items() if (report.get("device") or {}).get("cuda") and report.get("sections")}
     if not taken:
-        yield "**No data**: nothing of this project has been measured on a GPU. `python tools/gpu_check.py` on one H200, its JSON in "
-        "benchmarks/gpu/, fills this section."
+        yield (
+            "**No data**: nothing of this project has been measured on a GPU. `python tools/gpu_check.py` on one H200, its JSON in "
+            "benchmarks/gpu/, fills this section."
+        )
     for name, report in taken.items():
         yield f"gpu/{name}: {headline(report)}"
         yield Table(["as tools/gpu_check.py prints it"], [[line] for line in report_lines(report) if line.strip()])
@@ -307,7 +297,7 @@ def gain_svg(lines: Sequence[Line]) -> str:
     notes = [
         f"8b on 32 H200, bf16: predicted by the cost model, not measured on GPUs · {steps:,} steps",
         f"tokens per lane: {sizes('tokens')}; longest document allowed: {sizes('max_length')}",
-        "mark: median, thick: quartiles, thin: range over steps · constant: equal lengths, the negative control",
+        "mark: median, thick: quartiles, thin: range over steps · linear axis from 1, no gain · constant: equal lengths, the negative control",
     ]
     title = "What planning each step gains, by distribution of document lengths"
     return spans_svg(
@@ -373,9 +363,9 @@ def _html(found: Sequence[Part], all_of_it: Evidence) -> str:
             else:
                 body.append(f"<p>{_marked(escape(block))}</p>")
         sections.append(Section(part.name, part.title, body))
-    steps = tables.of_presets(tables.planned(all_of_it.lines, 32))
+    steps = [line for line in tables.chart_lines(all_of_it.lines) if line["preset"] != tables.EVEN]
     tiles = [
-        Tile(f"{np.median(values):.2f}", f"median gain over {name}, 32 H200, predicted")
+        Tile(f"{np.median(values):.2f}", f"median gain over {name}, 8b on 32 H200, skewed lengths, predicted")
         for name in tables.BASELINES
         if (values := tables.gains(steps, name))
     ]

@@ -13,6 +13,7 @@ from evidence_cells import MIXES, Cell, Line, cell_of
 from evidence_pictures import Row, quartiles
 
 BASELINES = ("static-best", "static-any", "static-fixed", "bucket", "megatron")
+EVEN = "constant"  # the preset of equal lengths
 HELPS = 1.02  # a median gain up to here is called none
 MOST_ROWS = 40
 DIGITS = 1e-5  # a plan carries six digits of its seconds
@@ -43,6 +44,12 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in quartiles(values))
     return f"**{middle}** [{low}, {high}] ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def spread_of(group: Sequence[Line], baseline: str, digits: int = 2) -> str:
+    """Of the gains over a baseline; how many steps have one, where not all do (it fits nowhere, is over its time limit, or was not asked)."""
+    values = gains(group, baseline)
+    return spread(values, digits) + (f" n={len(values)}" if 0 < len(values) < len(group) else "")
 
 
 def k(tokens: int) -> str:
@@ -80,19 +87,52 @@ def of_presets(lines: Sequence[Line]) -> list[Line]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- gains
+def short_table(lines: Sequence[Line]) -> Table:
+    """Gains by layout; equal lengths, the negative control, beside all others."""
+    rows = []
+    for where, group in sorted(grouped(lines, layout).items(), key=lambda item: (item[1][0]["pp"], item[0])):
+        even = [line for line in group if line["preset"] == EVEN]
+        lanes = group[0]["lanes"]
+        what = f"{where} ({lanes} lane{'s' if lanes > 1 else ''})"
+        for name, part in (("eight skewed", [line for line in group if line["preset"] != EVEN]), ("equal lengths", even)):
+            if part:
+                rows.append([what, name, str(len(part)), *(spread_of(part, baseline) for baseline in BASELINES)])
+    return Table(["layout", "distributions", "steps", *(f"over {name}" for name in BASELINES)], rows)
+
+
 def gain_table(lines: Sequence[Line], by: Sequence[tuple[str, Callable[[Line], str]]]) -> Table:
-    """Gains over the baselines, a row for every combination of the columns in `by`."""
+    """Gains over the baselines, a row for every combination of the columns in `by`, in the order of the lines."""
     rows = []
     for names, group in grouped(lines, lambda line: tuple(text(line) for _, text in by)).items():
         cells = len({cell_of(line) for line in group})
-        rows.append([*names, f"{cells} / {len(group)}", *(spread(gains(group, name)) for name in BASELINES)])
+        rows.append([*names, f"{cells} / {len(group)}", *(spread_of(group, name) for name in BASELINES)])
     return Table([*(name for name, _ in by), "cells / steps", *(f"over {name}" for name in BASELINES)], rows)
+
+
+def packs_table(lines: Sequence[Line]) -> Table:
+    """static-fixed with packs of one size and of the best of seven, on the steps for which there are both."""
+    steps = {(cell_of(line), line["seed"]): line for line in planned(lines)}
+    both = [
+        (steps[key], {**steps[key], **{name: line[name] for name in ("static-fixed-any", "pack")}})
+        for line in lines
+        if line.get("static-fixed-any") and (key := (cell_of(line), line["seed"])) in steps
+    ]
+    rows = []
+    for (where, most, even), group in grouped(
+        [new for _, new in both], lambda line: (layout(line), line["max_length"], line["preset"] == EVEN)
+    ).items():
+        sizes = sorted({line["pack"] for line in group})
+        chosen = k(sizes[0]) if len(sizes) == 1 else f"{k(sizes[0])} to {k(sizes[-1])}"
+        kind = "equal lengths" if even else "eight skewed"
+        rows.append([where, k(most), kind, str(len(group)), spread_of(group, "static-fixed"), spread_of(group, "static-fixed-any"), chosen])
+    head = ["layout", "maximum length", "distributions", "steps", "over static-fixed", "over static-fixed-any", "packs chosen, tokens"]
+    return Table(head, rows)
 
 
 def cost_table(lines: Sequence[Line]) -> Table:
     """Memory, planning time and bound, by layout and GPUs."""
     rows = []
-    for (where, gpus), group in grouped(lines, lambda line: (layout(line), line["gpus"])).items():
+    for (where, gpus), group in sorted(grouped(lines, lambda line: (layout(line), line["gpus"])).items()):
         extra = [(line["peak"] - line["static_peak"]) / 1e9 for line in group if line.get("static_peak")]
         ratio = [line["peak"] / line["static_peak"] for line in group if line.get("static_peak")]
         bound = [line["seconds"] / line["bound"] for line in group if line.get("bound")]
@@ -101,10 +141,12 @@ def cost_table(lines: Sequence[Line]) -> Table:
         theirs = [line["megatron_ms"] for line in group if line.get("megatron_ms")]
         row = [where, f"{gpus:,}", str(len(group)), spread([line["peak"] / 1e9 for line in group], 0), spread(extra, 1), spread(ratio)]
         share = [line["plan_ms"] / 1e3 / line["seconds"] for line in group]
-        row += [spread(times, 0), f"{100 * float(np.median(share)):.1f}%", spread(theirs, 0), spread(bound, 3), spread(tight, 3)]
+        late = sum(value > 1 for value in share)
+        said = f"{100 * float(np.median(share)):.1f}% (to {100 * max(share):.1f}%" + (f", longer in {late})" if late else ")")
+        row += [spread(times, 0), said, spread(theirs, 0), spread(bound, 3), spread(tight, 3)]
         rows.append(row)
     head = ["layout", "GPUs", "steps", "peak of a plan, GB", "more than static-best, GB", "ratio to it", "planning, CPU ms", "of the step's time"]
-    return Table([*head, "megatron's scheduler, CPU ms", "ratio to the bound", "ratio to the 1F1B bound"], rows)
+    return Table([*head, "megatron's scheduler, one cap, CPU ms", "ratio to the bound", "ratio to the 1F1B bound"], rows)
 
 
 def over_table(lines: Sequence[Line]) -> Table:
@@ -146,7 +188,7 @@ def every_cell(lines: Sequence[Line]) -> Table:
         extra = [(line["peak"] - line["static_peak"]) / 1e9 for line in group if line.get("static_peak")]
         times = [line["plan_ms"] for line in group]
         runs = sorted({line["run"] for line in group})
-        row = [place(cell), str(len(group)), *(spread(gains(group, name), 3) for name in BASELINES)]
+        row = [place(cell), str(len(group)), *(spread_of(group, name, 3) for name in BASELINES)]
         rows.append([*row, spread(ratio, 3), spread(extra, 1), spread(times, 0), ", ".join(map(str, runs))])
     head = ["cell", "steps", *(f"over {name}" for name in BASELINES)]
     return Table([*head, "ratio to bound", "GB more than static-best", "planning, CPU ms", "runs"], rows)
@@ -164,15 +206,21 @@ def no_help(lines: Sequence[Line]) -> tuple[list[str], Table]:
         own = {cell: values for cell, values in own.items() if values}
         count = sum(float(np.median(values)) <= HELPS for values in own.values())
         said.append(f"Over {name}: {count} of {len(own)} cells.")
-    slower = [line for line in planned(lines) if any((value := gain(line, name)) and value < 1 - DIGITS for name in BASELINES)]
-    names = sorted({name for line in slower for name in BASELINES if (value := gain(line, name)) and value < 1 - DIGITS})
-    said.append(f"Steps in which a plan is slower than a baseline: {len(slower)}{' (' + ', '.join(names) + ')' if slower else ''}.")
+    for name in BASELINES:
+        below = [(value, line) for line in planned(lines) if (value := gain(line, name)) and value < 1 - DIGITS]
+        if below:
+            value, worst = min(below, key=lambda one: one[0])
+            said.append(f"Slower than {name} in {len(below)} steps, at worst {value:.3f} ({place(cell_of(worst))}, seed {worst['seed']}).")
+    late = [line for line in planned(lines) if line["plan_ms"] / 1e3 > line["seconds"]]
+    if late:
+        where = ", ".join(sorted({f"{layout(line)} on {line['gpus']:,} GPUs" for line in late}))
+        said.append(f"Planning takes longer than the step in {len(late)} steps ({where}): one planner can't keep up with them.")
     if len(poor) <= MOST_ROWS:
         return said, Table(["cell", "over static-best"], [[place(cell), spread(values, 3)] for cell, values in sorted(poor.items())])
     rows = []
     for (where, gpus, preset), group in _by(poor).items():
         alike = [cell for cell in cells if (layout(cell), cell.gpus, cell.preset) == (where, gpus, preset)]
-        sizes = ", ".join(sorted({f"{k(cell.tokens)}/{k(cell.max_length)}" for cell in group}, key=lambda text: int(text.split("k")[0])))
+        sizes = ", ".join(f"{k(tokens)}/{k(most)}" for tokens, most in sorted({(cell.tokens, cell.max_length) for cell in group}))
         values = [value for cell in group for value in poor[cell]]
         rows.append([f"{where}, {gpus:,} GPUs", preset, f"{len(group)} of {len(alike)}", sizes, spread(values, 3)])
     return said, Table(["layout", "distribution", "cells", "tokens per lane / maximum length", "over static-best, their steps"], rows)
@@ -213,6 +261,22 @@ def ablation_table(lines: Sequence[Line]) -> Table:
     return Table(["layout", "rung", "steps", "speed-up over bucket", "the rung adds"], rows)
 
 
+def ablation_in_words(lines: Sequence[Line]) -> list[str]:
+    """By layout: the rung that adds most, and how far static-best alone comes."""
+    said = []
+    for name, steps in ablation_rows(lines).items():
+        added, before = {}, "bucket"
+        for rung in RUNGS[1:]:
+            both = [step[rung] / step[before] for step in steps if rung in step and before in step]
+            if both:
+                added[rung], before = float(np.median(both)), rung
+        if added:
+            most = max(added, key=lambda rung: added[rung])
+            static, last = (float(np.median([step[rung] for step in steps if rung in step])) for rung in ("static-best", before))
+            said.append(f"{name}: {most} adds most ({100 * (added[most] - 1):+.0f}%); static-best alone reaches {static:.2f} of {last:.2f}.")
+    return said
+
+
 def ablation_picture(lines: Sequence[Line]) -> tuple[list[str], list[Row]]:
     """Names of the series, and a row for each rung; layouts with the presets, at most four."""
     found = {name: steps for name, steps in ablation_rows(lines).items() if not name.endswith("mixes")}
@@ -237,11 +301,33 @@ def sensitivity_rows(lines: Sequence[Line]) -> tuple[list[str], dict[str, dict[s
     return names, found, unfit
 
 
+def sensitivity_in_words(lines: Sequence[Line]) -> str:
+    """How many gains are below 1, by layout."""
+    names, found, _ = sensitivity_rows(lines)
+    said = []
+    for name in names:
+        values = [value for each in found.values() for value in each.get(name, [])]
+        below = [value for value in values if value < 1 - DIGITS]
+        said.append(f"{name}: {len(below)} of {len(values)} gains are below 1" + (f" (least {min(below):.3f})" if below else ""))
+    return "; ".join(said) + "."
+
+
 def sensitivity_table(lines: Sequence[Line]) -> Table:
     """Gains over static-best by variant and layout."""
     names, found, _ = sensitivity_rows(lines)
     rows = [[variant, *(spread(each.get(name, []), 3) for name in names)] for variant, each in found.items()]
     return Table(["variant", *names], rows)
+
+
+def memory_in_words(lines: Sequence[Line]) -> str:
+    """Median peaks of plans against static-best's, on 32 GPUs."""
+    said = []
+    for where, group in sorted(grouped(lines, layout).items()):
+        ratio = [line["peak"] / line["static_peak"] for line in group if line.get("static_peak")]
+        extra = [(line["peak"] - line["static_peak"]) / 1e9 for line in group if line.get("static_peak")]
+        if ratio:
+            said.append(f"{where} {np.median(ratio):.2f} times ({np.median(extra):+.0f} GB)")
+    return "Peak memory of a plan against static-best's, medians on 32 H200: " + ", ".join(said) + "." if said else ""
 
 
 def chart_lines(lines: Sequence[Line]) -> list[Line]:

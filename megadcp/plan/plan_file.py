@@ -9,6 +9,7 @@ plans.jsonl.zst holds the same lines, each plan with the headers it is the first
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import re
@@ -136,14 +137,18 @@ class PlanWriter:
         record = record or record_of(plan)
         new = [line for digest, line in record.headers if digest not in self._known]
         data = b"".join([*new, record.line])
-        self._file.write(data if self._compress is None else self._compress(data))
-        self._file.flush()
+        try:
+            self._file.write(data if self._compress is None else self._compress(data))
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         self._known.update(digest for digest, _ in record.headers)
         self._last = plan.step
 
     def close(self) -> None:
-        """Close the file; nothing can be appended afterwards."""
-        self._file.close()
+        """Close the file; nothing can be appended afterwards. What a plan that failed has left behind is no new error."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> PlanWriter:
         return self

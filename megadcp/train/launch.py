@@ -323,7 +323,7 @@ def _record(error: BaseException) -> None:
     path = os.environ.get(ERROR_FILE, "")
     if not path or _code_of(error) == STOPPED:  # which is no failure
         return
-    text = "".join(traceback.format_exception(error))
+    text = f"error: {error}\n" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "nanoseconds": time.time_ns()}
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)

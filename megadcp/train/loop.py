@@ -93,8 +93,10 @@ def _live(session: Session, back: Rollback | None) -> int | Rollback:
         console.say(f"FAILED after step {0 if run is None else run.state.progress.step}: {error}")
         return FAILED
     except (OSError, checkpoint.CheckpointError, PlanWorkerDied) as error:
-        if (world is not None and world.world_size > 1) or run is None:
-            raise  # the other ranks wait for this one: it has to go
+        if run is None:
+            raise
+        if world is not None and world.world_size > 1:  # the other ranks wait for this one: it has to go
+            raise UserError(f"after step {run.state.progress.step}: {error}") from error
         console.say(f"FAILED after step {run.state.progress.step}: {error}")
         return FAILED
     except Exception as error:

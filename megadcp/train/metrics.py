@@ -24,6 +24,7 @@ A validation's row: step, validation_loss, name, targets, seconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -86,9 +87,12 @@ class MetricsFile:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run; close() ends it
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; a reader sees it at once. NaN and Inf become null."""
-        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one row; a reader sees it at once. NaN and Inf become null. An OSError names the file."""
+        try:
+            self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         if "validation_loss" in row:
             self.validated.add((row["step"], row["name"]))
 
@@ -97,8 +101,9 @@ class MetricsFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Nothing can be written afterwards."""
-        self._file.close()
+        """Nothing can be written afterwards. What a row that failed has left behind is no new error."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
