@@ -109,10 +109,10 @@ REGROUP = (
     "real, ranks sleep the predicted seconds. Computed: a small model trains on CPUs; wall clock is left out where more ranks than cores compute."
 )
 REGROUP_ERROR = (
-    "Timed ratios are better than regrouping alone would make them: ranks share cores, and messages of the large groups that static layouts use "
-    "take long here (the last column has the steps without any sleep). Seconds against the prediction: small by construction where ranks sleep; "
-    "where they compute, the CPU profile is not calibrated. On CPU seconds plans gain nothing over static-best: they balance work, "
-    "they don't make it less."
+    "Timed ratios are better than regrouping alone would make them: ranks share cores, and messages of the large groups that "
+    "static layouts use take long here (the last column has the steps without any sleep). Seconds against the prediction: small "
+    "by construction where ranks sleep; where they compute, the CPU profile is not calibrated. On 2 ranks plans need as much CPU "
+    "time as static-best: they balance work and don't make it less; on 4 ranks they need less where static-best shares more documents."
 )
 REGROUP_MEMORY = (
     "Memory on the ranks that compute: the most bytes alive at once in tensors that a step made, on the fullest rank, over "

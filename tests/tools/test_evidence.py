@@ -16,7 +16,21 @@ import numpy as np
 import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
-NAMES = ("", "_ablation", "_cells", "_children", "_losses", "_measured", "_pictures", "_report", "_sensitivity", "_steps", "_tables", "_texts")
+NAMES = (
+    "",
+    "_ablation",
+    "_cells",
+    "_children",
+    "_losses",
+    "_measured",
+    "_packs",
+    "_pictures",
+    "_report",
+    "_sensitivity",
+    "_steps",
+    "_tables",
+    "_texts",
+)
 OTHERS = (
     "bench_planner",
     "bench_planner_report",
@@ -100,7 +114,8 @@ def test_a_mix_has_the_stated_shares(tool: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------------ results
 def test_every_result_is_there_and_makes_sense(made: Path, tool: Any) -> None:
     found = results(made)
-    assert {tool("cells").key_of(line) for line in found} == {tool("cells").key_of(vars(job)) for job in tool("cells").jobs("smoke")}
+    wanted = [*tool("cells").jobs("smoke"), *tool("packs").packs_jobs("smoke")]
+    assert {tool("cells").key_of(line) for line in found} == {tool("cells").key_of(vars(job)) for job in wanted}
     steps = [line for line in found if "seconds" in line]
     assert len(steps) >= 8
     for line in steps:
@@ -116,6 +131,23 @@ def test_every_result_is_there_and_makes_sense(made: Path, tool: Any) -> None:
     unfit = [line for line in found if "why" in line]
     assert {line["model"] for line in unfit} == {"70b"}
     assert "32 GPUs" in unfit[0]["why"]
+
+
+def test_a_tuned_size_of_packs_is_at_least_as_good_over_its_steps(tool: Any) -> None:
+    """All seven sizes and all (P, level), scored one by one."""
+    packs, job = tool("packs"), next(tool("packs").packs_jobs("smoke"))
+    basis, steps = job.planner().basis, job.steps(packs.FIRST_STEPS)
+    totals = {}
+    for halving in range(7):
+        size = job.max_length >> halving
+        for choice in packs._that_hold(basis, job.max_length, 0):
+            each = [packs._Dealt(basis, packs.in_arrival_order(lengths, size), lengths).makespan(*choice) for lengths in steps]
+            totals[size, choice] = (sum(each), each[0])
+    best = min(totals, key=lambda key: totals[key][0])
+    found = packs._tuned(job)
+    assert found["pack"] == best[0]
+    assert found["static-fixed-any"] == pytest.approx(totals[best][1], rel=1e-6)
+    assert totals[best][0] <= min(total for (size, _), (total, _) in totals.items() if size == job.max_length)
 
 
 def test_ablation_rises(made: Path, tool: Any) -> None:
@@ -160,7 +192,7 @@ def test_it_goes_on_where_it_stopped(
     assert tool().main(["--smoke", "--out", str(tmp_path), "--minutes", "0"]) == 0
     said = capsys.readouterr().out
     assert "1 results of other code" in said
-    assert "**Partial**: 13 of 15 results" in (folder / "EVIDENCE.md").read_text(encoding="utf-8")
+    assert "**Partial**: 14 of 16 results" in (folder / "EVIDENCE.md").read_text(encoding="utf-8")
     assert tool().main(["--smoke", "--out", str(tmp_path)]) == 0
     assert "2 of 2 results" in capsys.readouterr().out
 
@@ -256,7 +288,7 @@ def test_the_text_says_what_it_is(made: Path) -> None:
     text = (made / "EVIDENCE.md").read_text(encoding="utf-8")
     for title in ("(a) Predicted", "(b) What", "(c) When", "(d) Measured", "(e) Measured", "(f) Circumstances", "(g) When it does not help"):
         assert f"## {title}" in text
-    assert "Complete: 15 of 15" in text
+    assert "Complete: 16 of 16" in text
     assert "**No data**: nothing of this project has been measured on a GPU" in text
     assert "These are not the project page's mixes" in text
     run = next(line for line in lines_of(made) if line["kind"] == "run")
@@ -317,8 +349,16 @@ def test_ratios_of_turns_and_their_interval(tool: Any) -> None:
     assert one.mean == pytest.approx(0.51)
     assert one.least <= one.interval[0] < one.mean < one.interval[1] <= one.most
     assert one.error == pytest.approx(1.02 / 2 - 1)
+    assert tool("measured").interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx((2.5 - 3.182 * 1.2910 / 2, 2.5 + 3.182 * 1.2910 / 2), rel=1e-4)
     few = [line for line in lines if line["turn"] < 2]
     assert tool("measured").ratios(few)[0].interval is None
+
+
+def test_wall_clock_counts_where_there_is_a_core_for_each_rank(tool: Any) -> None:
+    lines = [regroup(policy, turn, 1.0, "computed") for policy in ("planned", "bucket") for turn in range(5)]
+    assert [one.of for one in tool("measured").ratios(lines, 4)] == ["seconds", "cpu_seconds"]
+    assert [one.of for one in tool("measured").ratios(lines, 2)] == ["cpu_seconds"]
+    assert tool("measured").cores_of(["x86_64, 2 cores, Python"]) == 2
 
 
 def test_kept_measurements_are_read(tool: Any, tmp_path: Path) -> None:
