@@ -38,7 +38,7 @@ from bench_memory import LiveBytes
 from bench_ranks import CPU, load_average, on_ranks, quartiles, ratios, rotated, spread, table
 from bench_regroup_plans import POLICIES, contestants, predicted_bytes, predicted_seconds, shrunk
 from bench_regroup_timed import SHRINK, Tempo, TimedLane
-from benchmark import machine
+from benchmark import commit, machine
 
 from megadcp.config.load import compose
 from megadcp.config.schema import Config
@@ -347,6 +347,7 @@ def _notes(lines: Sequence[Line], setups: Sequence[Setup], options: argparse.Nam
         f"timed: 8b model, H200 profile, noise {options.noise:.0%}, messages with 1/{SHRINK} of their rows; "
         f"computed: quickstart's model, fp32, one thread a rank, tokens and lengths divided by {options.shrink}",
         agreement(lines, setups),
+        f"commit {commit()}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}",
     ]
 
 

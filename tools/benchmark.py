@@ -48,6 +48,18 @@ def machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
+def commit() -> str:
+    """The commit that is measured, and whether tracked files differ from it; "unknown" outside a clone."""
+    import subprocess
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    name = git("rev-parse", "--short=12", "HEAD")
+    return (name + (" with changes" if git("status", "--porcelain", "--untracked-files=no") else "")) if name else "unknown"
+
+
 def main() -> int:
     """Dispatch to tools/bench_NAME.py."""
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:

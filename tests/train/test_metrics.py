@@ -1,4 +1,7 @@
 import json
+import os
+
+import pytest
 
 from megadcp.train.metrics import MetricsFile, read_metrics
 
@@ -37,3 +40,13 @@ def test_nothing_to_cut_says_nothing(tmp_path):
     MetricsFile(tmp_path / "m.jsonl", 3, said.append).close()
     assert said == []
     assert read_metrics(tmp_path / "m.jsonl") == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_names_the_file_and_closing_says_no_more(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "a")  # noqa: SIM115 - closed below
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.jsonl'"):
+        metrics.write({"step": 1})
+    metrics.close()
