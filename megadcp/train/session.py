@@ -276,7 +276,7 @@ def _place(run: Run, found: checkpoint.Checkpoint | None, back: Rollback | None)
     run.saved_step = found.step
     told = f"going on after step {found.step:,} of {config.run.steps:,}, from {found.path}"
     console.say(told)
-    if back is None:
+    if back is None and found.step < config.run.steps:
         run.incident("resumed", told)
     state.progress.place = say_changes(found.meta, config, state.order, state.progress.place, console.say, run.incident)
     if back is not None:

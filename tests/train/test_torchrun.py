@@ -76,7 +76,7 @@ def test_ranks_save_and_stop(launch: Launch, tmp_path: Path, number: signal.Sign
     out, _ = process.communicate(timeout=60)
     assert process.returncode == STOPPED, out
     assert len(ranks) == 2
-    assert out.count("stopped by SIG") == 1
+    assert out.count("stopped by ") == 1  # the signal's name, or "a signal to another rank" when that one saw it a step sooner
     assert "Traceback" not in out
     assert list((tmp_path / "test/checkpoints").glob("step-*"))
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
