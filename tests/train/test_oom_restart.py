@@ -217,6 +217,7 @@ def test_one_of_four_ranks_runs_out_and_the_results_stay(prefix, undisturbed, tm
     assert found == pytest.approx(losses(undisturbed), rel=2e-6)
     assert_other_plans(tmp_path / "run", undisturbed)
     assert not any(math.isnan(loss) for loss in found)
-    (incident,) = read_incidents(tmp_path / "run")
+    incident, resumed = [one for one in read_incidents(tmp_path / "run") if one["kind"] != "straggler"]  # a lane may be slow by chance
     assert (incident["kind"], incident["ranks"], incident["restart"]) == ("out_of_memory", [2], 1)
+    assert (resumed["kind"], resumed["step"]) == ("resumed", 2)
     assert incident["usable_fraction"] == pytest.approx(0.9 * TIGHT_RANK["usable_fraction"])
