@@ -14,7 +14,9 @@ from megadcp.config.schema import MISSING, Config, settings
 
 
 class UserError(ValueError):
-    """What was asked can't be done; the message is one line that says what is wrong and what would work."""
+    """What was asked can't be done; the message is one line that says what is wrong and what would work. code: of a process that ends with it."""
+
+    code = 2
 
 
 def check(config: Config) -> None:

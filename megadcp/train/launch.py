@@ -206,7 +206,7 @@ def join(config: Config, timeout_s: float = TIMEOUT_SECONDS) -> World:
 
 
 def exit_code(action: Callable[[], int]) -> int:
-    """The main program of a rank: what `action` returns; 2 after a UserError, with one line on stderr."""
+    """The main program of a rank: what `action` returns; a UserError's code, which is 2 as a rule, with one line on stderr."""
     try:
         return action()
     except UserError as error:
@@ -315,7 +315,7 @@ def _code_of(error: BaseException) -> int:
         return INTERRUPTED
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    return 2 if isinstance(error, UserError) else 1
+    return error.code if isinstance(error, UserError) else 1
 
 
 def _record(error: BaseException) -> None:

@@ -9,6 +9,7 @@ or SIGUSR1 after saving: the same command goes on.
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
 import time
@@ -42,6 +43,7 @@ from megadcp.train.session import Run, Session, console_of, first, heart_of, ope
 from megadcp.train.signals import STOPPED, StopRequest
 
 FINISHED = 0
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what systems say of a full disk, quota or file
 
 
 def train(config: Config, folder: Path | str, world: World | None = None, stop: StopRequest | None = None) -> int:
@@ -70,6 +72,12 @@ def train(config: Config, folder: Path | str, world: World | None = None, stop: 
     return outcome
 
 
+class DiskFull(UserError):
+    """On one of several ranks: it ends with one line, as a run of one rank does."""
+
+    code = FAILED
+
+
 def _live(session: Session, back: Rollback | None) -> int | Rollback:
     """From a checkpoint to the end of training, or to the step that sends the run back."""
     config, console, world = session.config, session.console, session.world
@@ -93,10 +101,11 @@ def _live(session: Session, back: Rollback | None) -> int | Rollback:
         console.say(f"FAILED after step {0 if run is None else run.state.progress.step}: {error}")
         return FAILED
     except (OSError, checkpoint.CheckpointError, PlanWorkerDied) as error:
-        if run is None:
-            raise
-        if world is not None and world.world_size > 1:  # the other ranks wait for this one: it has to go
-            raise UserError(f"after step {run.state.progress.step}: {error}") from error
+        alone = world is None or world.world_size == 1
+        if run is not None and not alone and isinstance(error, OSError) and error.errno in FULL:
+            raise DiskFull(f"after step {run.state.progress.step}: {error}; make room, then the same command goes on") from error
+        if run is None or not alone:
+            raise  # the other ranks wait for this one: it has to go
         console.say(f"FAILED after step {run.state.progress.step}: {error}")
         return FAILED
     except Exception as error:

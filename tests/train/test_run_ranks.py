@@ -191,3 +191,20 @@ def test_one_rank_that_fails_ends_all_with_its_traceback(corpus, tmp_path, where
     assert "starting at step 0" in out
     assert not (tmp_path / "run" / "result.json").exists()
     assert time.monotonic() - begin < 100
+
+
+def test_a_full_disk_is_told_in_one_line(corpus, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '0':\n"
+        "    import errno, megadcp.train.metrics as m; old = m.MetricsFile.write\n"
+        "    def full(self, row):\n"
+        "        if row['step'] == 2: raise OSError(errno.ENOSPC, 'No space left on device', str(self.path))\n"
+        "        old(self, row)\n"
+        "    m.MetricsFile.write = full\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, out, errors = start(settings(corpus, tmp_path, cluster={"processes": 2}), tmp_path)
+    assert code == 1, (out, errors)
+    assert "error: after step 2: [Errno 28] No space left on device: " in errors
+    assert "make room, then the same command goes on" in errors
+    assert "Traceback" not in errors
