@@ -2,9 +2,9 @@
 
 With several ranks all of them run it; rank 0 alone speaks and writes, and what it decides from files the others are told.
 
-Exit codes: 0 finished; 1 failed (too many bad steps, a checkpoint that can't be written); 2 the request is wrong (UserError, raised to the
-caller); 70 hung (health.py); 71 out of memory (out_of_memory.py): the same command goes on and plans with less; 75 stopped by SIGINT, SIGTERM
-or SIGUSR1 after saving: the same command goes on.
+Exit codes: 0 finished; 1 failed (too many bad steps, a checkpoint that can't be written, a full disk); 2 the request is wrong (UserError,
+raised to the caller); 70 hung (health.py); 71 out of memory (out_of_memory.py): the same command goes on and plans with less; 75 stopped by
+SIGINT, SIGTERM or SIGUSR1 after saving: the same command goes on.
 """
 
 from __future__ import annotations
